@@ -1,0 +1,30 @@
+# The commands of README, of CI and of every day. Needs python3 and make; the rest comes from wheels.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test unit check clean
+
+demo: $(READY)
+	$(BIN)/python -m bridge demo
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+unit: $(READY)
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

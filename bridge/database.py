@@ -1,0 +1,298 @@
+"""Connections to PostgreSQL: opened on first use, never carried over a fork, replaced when dead.
+
+A Database keeps idle connections of this process, last used first: a worker's child or a loop, which uses
+one at a time, has exactly one; a producer with many threads has at most `size`. Every session of ours is
+READ COMMITTED and bounded (lock, statement, idle transaction, TCP), whatever the server's defaults are.
+psycopg's errors become ours here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import pq, sql
+from psycopg.rows import TupleRow
+
+from bridge.errors import ConfigurationError, DatabaseError, DatabaseUnavailable
+
+logger = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[TupleRow]
+T = TypeVar("T")
+
+TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
+"""Errors after which the same statement may succeed: the connection, a lock, a read-only standby, a crash."""
+
+_CONNECT: dict[str, Any] = {
+    "connect_timeout": 5,
+    "tcp_user_timeout": 15_000,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
+_SESSION = {
+    "default_transaction_isolation": r"read\ committed",
+    "default_transaction_read_only": "off",
+    "default_transaction_deferrable": "off",
+    "lock_timeout": "5s",
+    "statement_timeout": "30s",
+    "idle_in_transaction_session_timeout": "60s",
+}
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise ours for psycopg's. The message is the server's own first line: it holds no address, no password.
+
+    Raises:
+        DatabaseUnavailable: the same may work in a moment.
+        DatabaseError: it would fail again.
+    """
+    try:
+        yield
+    except psycopg.Error as error:
+        raise ours(error) from error
+
+
+@contextmanager
+def joined(conn: object) -> Iterator[psycopg.Connection[Any]]:
+    """The caller's own connection, in whatever transaction it is; its errors become ours.
+
+    Raises:
+        TypeError: it is no psycopg connection.
+    """
+    if not isinstance(conn, psycopg.Connection):
+        raise TypeError(f"conn takes a psycopg.Connection, not {type(conn).__module__}.{type(conn).__qualname__}")
+    with translated():
+        yield conn
+
+
+def ours(error: psycopg.Error) -> DatabaseError:
+    """The bridge's exception for one of psycopg's."""
+    first = next(iter(str(error).splitlines()), "") or type(error).__name__
+    if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.UndefinedFunction):
+        return DatabaseError(f"{first}. Is the database migrated? Run: bridge migrate")
+    return DatabaseUnavailable(first) if isinstance(error, TRANSIENT) else DatabaseError(first)
+
+
+@dataclass(slots=True)
+class Database:
+    """A source of connections to one PostgreSQL.
+
+    Args:
+        url: its address, or what finds it (or raises ConfigurationError); a conninfo string works too.
+        size: how many connections this process may have at once; None is no limit.
+        name: application_name in pg_stat_activity.
+    """
+
+    url: str | Callable[[], str] = field(repr=False)
+    size: int | None = None
+    name: str = "bridge"
+    _idle: list[Connection] = field(default_factory=list, repr=False)
+    _pid: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _slots: threading.Semaphore | None = field(default=None, repr=False)
+
+    def connect(self) -> Connection:
+        """A new connection in autocommit, for a caller that keeps it.
+
+        Raises:
+            ConfigurationError: the address cannot be understood.
+            DatabaseUnavailable: the server does not answer, or refuses.
+        """
+        options = " ".join(f"-c {key}={value}" for key, value in _SESSION.items())
+        url = self.url if isinstance(self.url, str) else self.url()
+        try:
+            given = psycopg.conninfo.conninfo_to_dict(url)
+        except psycopg.ProgrammingError:
+            raise ConfigurationError(
+                "The database address cannot be understood; it looks like postgresql://user@host:5432/database"
+            ) from None
+        if isinstance(given.get("options"), str):
+            options = f"{options} {given['options']}"
+        settings = {"application_name": self.name, **_CONNECT, **given, "options": options}
+        try:
+            return psycopg.connect("", autocommit=True, **settings)
+        except psycopg.Error as error:
+            where = f"{given.get('host', 'the local socket')}:{given.get('port', 5432)}"
+            first = next(iter(str(error).splitlines()), "")
+            raise DatabaseUnavailable(
+                f"PostgreSQL at {where}, database {given.get('dbname', 'default')!r}, cannot be reached: {first}"
+            ) from error
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """A connection in autocommit; it goes back when the block ends, or is closed if it broke.
+
+        Raises:
+            DatabaseUnavailable, DatabaseError: ours for psycopg's, also for what the block raises.
+        """
+        self._after_fork()
+        if self._slots is not None and not self._slots.acquire(timeout=10):
+            raise DatabaseUnavailable(f"all {self.size} connections of this process have been busy for 10 seconds")
+        try:
+            conn = self._take()
+            try:
+                with translated():
+                    yield conn
+            finally:
+                self._give(conn)
+        finally:
+            if self._slots is not None:
+                self._slots.release()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """A transaction of our own: committed when the block ends, rolled back when it raises."""
+        with self.connection() as conn, conn.transaction():
+            yield conn
+
+    def close(self) -> None:
+        """Close the idle connections; the next use opens new ones."""
+        self._after_fork()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for conn in idle:
+            conn.close()
+
+    def _after_fork(self) -> None:
+        """A connection belongs to the process that opened it: a child drops its parent's, unclosed and unused.
+
+        psycopg does not close a connection that is collected in another process than its own.
+        """
+        if self._pid != os.getpid():
+            self._lock = threading.Lock()
+            with self._lock:
+                _inherited.extend(self._idle)
+                self._idle = []
+                self._slots = threading.BoundedSemaphore(self.size) if self.size else None
+                self._pid = os.getpid()
+
+    def _take(self) -> Connection:
+        while True:
+            with self._lock:
+                conn = self._idle.pop() if self._idle else None
+            if conn is None:
+                return self.connect()
+            if _alive(conn):
+                return conn
+            conn.close()
+
+    def _give(self, conn: Connection) -> None:
+        if conn.closed or conn.info.transaction_status != pq.TransactionStatus.IDLE:
+            with suppress(psycopg.Error):
+                conn.close()
+            return
+        with self._lock:
+            self._idle.append(conn)
+
+
+_inherited: list[Connection] = []  # kept so that a child never collects them, which psycopg would warn of
+
+
+@dataclass(slots=True)
+class Listener:
+    """Waits for notifications that rows are due, on a connection of its own.
+
+    A dead or missing connection costs one wait, never a job: the caller polls anyhow.
+    """
+
+    database: Database
+    channel: str
+    _conn: Connection | None = None
+    _silent: bool = False
+
+    def wait(self, seconds: float, stop: threading.Event, payload: str) -> bool:
+        """Wait that long, at most, for a notification with that payload; true if one came."""
+        try:
+            conn = self._listening()
+        except (DatabaseError, psycopg.Error) as error:
+            self._failed(error)
+            stop.wait(seconds)
+            return False
+        deadline = time.monotonic() + seconds
+        try:
+            while (left := deadline - time.monotonic()) > 0 and not stop.is_set():
+                notices = list(conn.notifies(timeout=min(left, 0.5), stop_after=1))
+                if notices:
+                    notices += conn.notifies(timeout=0)  # a burst is one wake-up
+                if any(notice.payload == payload for notice in notices):
+                    return True
+        except psycopg.Error as error:
+            self._failed(error)
+            stop.wait(max(0.0, deadline - time.monotonic()))
+        return False
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._conn is not None:
+            self._conn.close()
+            self._conn = None
+
+    def _listening(self) -> Connection:
+        if self._conn is None:
+            conn = self.database.connect()
+            conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
+            self._conn = conn
+            if self._silent:
+                logger.info("wake-ups: listening again")
+                self._silent = False
+        return self._conn
+
+    def _failed(self, error: Exception) -> None:
+        self.close()
+        if not self._silent:
+            logger.warning(
+                "wake-ups: the listening connection is gone (%s); polling until it is back",
+                type(error).__name__,
+            )
+            self._silent = True
+
+
+def _alive(conn: Connection) -> bool:
+    """Has the server said nothing since the last use? What it says to an idle session is that it is over."""
+    if conn.closed:
+        return False
+    with suppress(psycopg.Error, OSError):
+        conn.pgconn.consume_input()
+        return bool(conn.pgconn.status == pq.ConnStatus.OK) and conn.pgconn.notifies() is None
+    return False
+
+
+def in_doubt(work: Callable[[int], T], *, wait: Callable[[float], bool], what: str, most: float = 5.0) -> T | None:
+    """Repeat `work(attempt)` until PostgreSQL answers; None when `wait` says to stop.
+
+    Args:
+        work: gets the number of the attempt, from 0: from 1 on, an earlier one may have been carried out.
+        wait: waits that many seconds, at most; true means stop.
+        what: for the log, which speaks once when the trouble starts and once when it is over.
+        most: longest pause between two attempts, in seconds.
+    """
+    attempt = 0
+    while True:
+        try:
+            result = work(attempt)
+        except DatabaseUnavailable as error:
+            if attempt == 0:
+                logger.warning("%s: PostgreSQL does not answer (%s); trying until it does", what, error)
+            if wait(min(most, 0.05 * 2 ** min(attempt, 10))):
+                return None
+            attempt += 1
+        else:
+            if attempt:
+                logger.info("%s: PostgreSQL answers again, after %d attempts", what, attempt)
+            return result
+
+
+def as_milliseconds(value: timedelta) -> int:
+    """Whole milliseconds of a duration, at least the duration."""
+    return -(-value // timedelta(milliseconds=1))

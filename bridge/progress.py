@@ -1,0 +1,119 @@
+"""The run that a handler is in, and its heartbeat."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from uuid import UUID
+
+from bridge import ledger
+from bridge.database import Database
+from bridge.errors import DatabaseError, Interrupted
+from bridge.records import Job, Progress, Run, check_progress
+from bridge.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_EVERY = timedelta(seconds=1)
+RENEW_EVERY = timedelta(minutes=1)
+
+
+@dataclass(slots=True)
+class Current:
+    """The run that this handler is in. Clock readings are monotonic seconds."""
+
+    job: Job
+    run: Run
+    renewed: float
+    reported: float = float("-inf")
+    failing_since: float | None = None
+
+
+_current: ContextVar[Current | None] = ContextVar("bridge_current_run", default=None)
+
+
+@contextmanager
+def running(job: Job, run: Run) -> Iterator[Current]:
+    """Inside the block, heartbeat knows which run it speaks for."""
+    current = Current(job, run, renewed=time.monotonic())
+    token = _current.set(current)
+    try:
+        yield current
+    finally:
+        _current.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Heart:
+    """Heartbeats for the jobs of one database."""
+
+    database: Database
+    settings: Settings
+
+    def beat(self, progress: object = None, *, job_id: UUID | None = None, force: bool = False) -> int | None:
+        """See `bridge.heartbeat`."""
+        report = None if progress is None else check_progress(progress)
+        current = _current.get()
+        if current is not None and job_id in (None, current.job.id):
+            return self._beat_current(current, report, force=force)
+        if job_id is None:
+            return None
+        with self.database.connection() as conn:
+            beat = ledger.heartbeat(
+                conn,
+                job_id,
+                tenant=self.settings.tenant,
+                actor="",
+                lease=self.settings.lease,
+                run=None,
+                renew=True,
+                progress=report,
+            )
+        return beat.written
+
+    def _beat_current(self, current: Current, report: Progress | None, *, force: bool) -> int:
+        now = time.monotonic()
+        every = min(RENEW_EVERY, self.settings.lease / 3).total_seconds()
+        renew = now - current.renewed >= every
+        due = report is not None and (force or now - current.reported >= PROGRESS_EVERY.total_seconds())
+        if not renew and not due:
+            return 0
+        try:
+            beat = self._write(current, report if due else None, renew=renew)
+        except DatabaseError as error:
+            return self._failed(current, error, now)
+        current.failing_since = None
+        if not beat.held:
+            raise Interrupted(f"job {current.job.id} is no longer held by this run")
+        if renew:
+            current.renewed = now
+        if due:
+            current.reported = now
+        return beat.written
+
+    def _write(self, current: Current, report: Progress | None, *, renew: bool) -> ledger.Beat:
+        with self.database.connection() as conn:
+            return ledger.heartbeat(
+                conn,
+                current.job.id,
+                tenant=current.job.tenant,
+                actor=current.run.worker,
+                lease=self.settings.lease,
+                run=current.run.id,
+                renew=renew,
+                progress=report,
+            )
+
+    def _failed(self, current: Current, error: DatabaseError, now: float) -> int:
+        """An outage is the worker's trouble, not the handler's, until it has lasted for a whole lease."""
+        if current.failing_since is None:
+            current.failing_since = now
+            logger.warning("heartbeat of job %s could not be written (%s); the handler goes on", current.job.id, error)
+        if now - current.failing_since >= self.settings.lease.total_seconds():
+            raise Interrupted(f"job {current.job.id} could not be renewed for a whole lease") from error
+        return 0

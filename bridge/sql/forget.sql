@@ -1,0 +1,2 @@
+-- forget: this dispatcher is gone
+DELETE FROM bridge_dispatcher WHERE id = %(id)s::uuid

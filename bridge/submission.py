@@ -1,0 +1,202 @@
+"""Submit, look, cancel: validate everything, then one statement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from bridge import ledger
+from bridge.database import Database, joined
+from bridge.encoding import dumps
+from bridge.errors import DatabaseUnavailable, EncodingError, InvalidJob, InvalidParams, milliseconds
+from bridge.outcome import Cancel
+from bridge.records import Context, Definition, Job, JobEvent, NewJob, new_id
+from bridge.settings import Settings
+
+OPERATOR = "operator"
+_QUEUE = re.compile(r"[A-Za-z0-9_.:-]{1,150}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a caller may say of a job beside its name and params; None takes the job's own default."""
+
+    delay: int | timedelta = 0
+    queue: str | None = None
+    label: str = ""
+    priority: int | None = None
+    max_retries: int | None = None
+    dedupe: bool = False
+    profile_id: UUID | str | None = None
+    resource_id: UUID | str | None = None
+    expires_in: int | timedelta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """The verbs of a producer.
+
+    Args:
+        definition: finds a registered job by its name, or raises UnknownJob.
+    """
+
+    database: Database
+    settings: Settings
+    definition: Callable[[str], Definition]
+
+    def submit(self, name: str, params: object, options: Options, conn: object) -> UUID:
+        """See `bridge.submit`."""
+        definition = self.definition(name)
+        job = self._new(definition, _dump(definition, params), options)
+        if conn is not None:
+            with joined(conn) as caller:
+                self._write(caller, job, dedupe=options.dedupe)
+        else:
+            self._repeated(lambda own: self._write(own, job, dedupe=options.dedupe))
+        return job.id
+
+    def submit_many(self, name: str, many: Sequence[object], options: Options, conn: object) -> list[UUID]:
+        """See `bridge.submit_many`."""
+        if options.dedupe:
+            raise InvalidJob("submit_many takes no dedupe: submit the jobs one by one")
+        definition = self.definition(name)
+        texts = []
+        for index, params in enumerate(many):
+            try:
+                texts.append(_dump(definition, params))
+            except InvalidParams as error:
+                raise InvalidParams(f"number {index}: {error}", fields=error.fields) from None
+        if not texts:
+            return []
+        job = self._new(definition, texts[0], options)
+        ids = [new_id() for _ in texts]
+        if conn is not None:
+            with joined(conn) as caller:
+                ledger.insert_many(caller, job, ids, texts)
+        else:
+            self._repeated(lambda own: ledger.insert_many(own, job, ids, texts))
+        return ids
+
+    def invoke(self, name: str, raw: object, *, context: Context | None, job_id: UUID | None) -> Any:
+        """See `bridge.invoke`."""
+        definition = self.definition(name)
+        try:
+            text = dumps({} if raw is None else raw)
+        except EncodingError as error:
+            raise InvalidParams(f"params {error}") from None
+        if context is None:
+            context = Context(id=job_id or new_id(), name=name, label=None, resource_id=None, profile_id=None)
+        return definition.handler(context, definition.load(text))
+
+    def cancel(self, job_id: UUID | str, conn: object) -> int:
+        """See `bridge.cancel`."""
+        found = as_uuid(job_id, name="job_id")
+        with self._open(conn) as one:
+            return ledger.settle(one, found, Cancel(), tenant=self.settings.tenant, actor=OPERATOR)
+
+    def get_job(self, job_id: UUID | str) -> Job | None:
+        """See `bridge.get_job`."""
+        with self.database.connection() as conn:
+            return ledger.get(conn, as_uuid(job_id, name="job_id"), tenant=self.settings.tenant)
+
+    def get_events(self, job_id: UUID | str) -> list[JobEvent]:
+        """See `bridge.get_events`."""
+        with self.database.connection() as conn:
+            return ledger.events(conn, as_uuid(job_id, name="job_id"), tenant=self.settings.tenant)
+
+    def _new(self, definition: Definition, params: str, options: Options) -> NewJob:
+        expires = options.expires_in
+        return NewJob(
+            id=new_id(),
+            tenant=self.settings.tenant,
+            name=definition.name,
+            params=params,
+            queue=_queue(definition.queue if options.queue is None else options.queue),
+            label=_label(options.label),
+            priority=_whole("priority", options.priority, definition.priority, -32768, 32767),
+            max_retries=_whole("max_retries", options.max_retries, definition.max_retries, 0, 100_000),
+            delay=_duration("delay", options.delay),
+            expires_in=None if expires is None else _duration("expires_in", expires),
+            profile_id=_optional("profile_id", options.profile_id),
+            resource_id=_optional("resource_id", options.resource_id),
+        )
+
+    def _write(self, conn: ledger.AnyConnection, job: NewJob, *, dedupe: bool) -> None:
+        if dedupe:
+            with conn.transaction():
+                ledger.dedupe(conn, job)
+                ledger.insert(conn, job)
+        else:
+            ledger.insert(conn, job)
+
+    def _repeated(self, write: Callable[[ledger.AnyConnection], object]) -> None:
+        """Once more if the answer was lost: the id is made, so that the second try cannot double the job."""
+        try:
+            with self.database.connection() as conn:
+                write(conn)
+        except DatabaseUnavailable:
+            with self.database.connection() as conn:
+                write(conn)
+
+    def _open(self, conn: object) -> AbstractContextManager[ledger.AnyConnection]:
+        return self.database.connection() if conn is None else joined(conn)
+
+
+def as_uuid(value: UUID | str, *, name: str) -> UUID:
+    """An id that a caller gave.
+
+    Raises:
+        InvalidJob: it is no uuid.
+    """
+    if isinstance(value, UUID):
+        return UUID(int=value.int)
+    try:
+        return UUID(value)
+    except (ValueError, AttributeError, TypeError):
+        raise InvalidJob(f"{name} is not a uuid: {str(value)[:80]!r}") from None
+
+
+def _dump(definition: Definition, params: object) -> str:
+    try:
+        return definition.dump({} if params is None else params)
+    except InvalidParams as error:
+        raise InvalidParams(f"Job {definition.name!r} was not submitted: {error}", fields=error.fields) from None
+
+
+def _optional(name: str, value: UUID | str | None) -> UUID | None:
+    return None if value is None else as_uuid(value, name=name)
+
+
+def _duration(name: str, value: int | timedelta) -> timedelta:
+    try:
+        return milliseconds(value, name=name)
+    except ValueError as error:
+        raise InvalidJob(str(error)) from None
+
+
+def _whole(name: str, value: int | None, default: int, low: int, high: int) -> int:
+    found = default if value is None else value
+    if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= high:
+        raise InvalidJob(f"{name} is a whole number from {low} to {high}, not {str(found)[:80]!r}")
+    return found
+
+
+def _queue(value: str) -> str:
+    if not isinstance(value, str) or not _QUEUE.fullmatch(value):
+        raise InvalidJob(f"queue is 1 to 150 of the characters A-Z a-z 0-9 _ . : -, not {str(value)[:80]!r}")
+    return value
+
+
+def _label(value: str) -> str:
+    if not isinstance(value, str) or len(value) > 250:
+        raise InvalidJob("label is text of at most 250 characters")
+    try:
+        dumps(value)
+    except EncodingError as error:
+        raise InvalidJob(f"label {error}") from None
+    return value

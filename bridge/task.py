@@ -1,0 +1,185 @@
+"""A job is a Celery task: JobTask turns a delivery into a run, and its verdict into Celery's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+from uuid import UUID
+
+import celery
+from celery.exceptions import Retry as CeleryRetry
+from celery.exceptions import SoftTimeLimitExceeded
+from celery.local import Proxy
+
+from bridge import runtime
+from bridge.delivery import EVENTS, RUN_HEADER, WORKER_HEADER, Skipped
+from bridge.errors import InvalidJob
+from bridge.lifecycle import Status
+from bridge.outcome import TimeLimit
+from bridge.records import Definition, Run, Ticket
+from bridge.runner import Verdict
+from bridge.schemas import codec
+
+
+class JobFailed(Exception):
+    """What Celery is told of a failed job: the class and the hint of its error. The row says more."""
+
+
+class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type: ignore[misc]  # generic in stubs only
+    """The base of every job's task: `@app.task(base=JobTask)` makes a job of a Celery task.
+
+    Class attributes, beside Celery's own: `schema` (marshmallow Schema class or instance), `queue`,
+    `priority`, `max_retries`, `retry_lost`, `retry_on_error` (False here, since an exception that nobody
+    catches fails a Celery task at once; True for @job).
+
+    Example:
+        >>> app = celery.Celery("shop", set_as_current=False)
+        >>> @app.task(base=JobTask, name="greet")
+        ... def greet(context, params):
+        ...     return f"hello {params['name']}"
+        >>> greet(None, {"name": "Ada"})
+        'hello Ada'
+    """
+
+    abstract = True
+
+    # The ledger decides what is acknowledged, retried and kept; Celery must not do it a second time.
+    acks_late = True
+    acks_on_failure = True
+    acks_on_timeout = True
+    reject_on_worker_lost = False
+    retry_on_worker_lost = False
+    ignore_result = True
+    store_errors_even_if_ignored = False
+    track_started = False
+    serializer = "json"
+    typing = False
+    throws = (JobFailed,)  # one log line; the runner has logged the traceback
+    Request = "bridge.delivery:DeliveredRequest"
+    Strategy = "bridge.delivery:strategy"
+
+    schema: Any = None
+    queue = "default"
+    priority: int | None = 100
+    max_retries: int | None = 3
+    retry_lost = False
+    retry_on_error = False
+    _definition: Definition | None = None
+
+    @property
+    def definition(self) -> Definition:
+        """The job as the ledger's verbs know it.
+
+        Raises:
+            InvalidJob: an attribute is not what a job needs.
+        """
+        if self._definition is None:
+            self._definition = _define(self)
+        return self._definition
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain handler; only the delivery itself is a ticket, and is that once."""
+        run_id = self.request.__dict__.pop(RUN_HEADER, None)
+        if run_id is None:
+            return self.run(*args, **kwargs)
+        ticket = Ticket.parse(args)
+        run = Run(UUID(run_id), self.request.__dict__.get(WORKER_HEADER) or "")
+        bridge = runtime.of(self.app)
+        with runtime.running(bridge):
+            _answer(bridge.runner.run(ticket, run, self.definition))
+
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a message without a row would be no job.
+
+        Raises:
+            InvalidJob: always.
+        """
+        raise InvalidJob(
+            f"{self.name!r} is a job: submit it with bridge.submit({self.name!r}, params), which writes its row"
+        )
+
+
+class JobProxy(Proxy):  # type: ignore[misc]  # untyped in celery-types
+    """What @job leaves in the place of a handler: called, it is the handler; asked, it is the current app's task."""
+
+    __slots__ = ("__handler",)
+
+    def __init__(self, handler: Callable[..., Any], find: Callable[[], Any]) -> None:
+        super().__init__(find)
+        object.__setattr__(self, "_JobProxy__handler", handler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return object.__getattribute__(self, "_JobProxy__handler")(*args, **kwargs)
+
+
+def declare(name: str, handler: Callable[..., Any], find: Callable[[str], Any], options: dict[str, Any]) -> JobProxy:
+    """Make a job of a handler; see `bridge.job`.
+
+    Raises:
+        InvalidJob: the name or an option cannot be a job's.
+        DuplicateJob: another handler has the name.
+    """
+    if not callable(handler):
+        raise InvalidJob(f"@job({name!r}) goes onto a function of (context, params)")
+    _check_name(name)
+    codec(options["schema"], job=name)  # refuse a bad schema here, not in a worker
+
+    def register(app: Any) -> None:
+        known = app._tasks.get(name)
+        if known is None:
+            app.task(name=name, base=JobTask, shared=False, **options)(handler)
+
+    runtime.declare(runtime.Declared(name, handler, register))
+    return JobProxy(handler, lambda: find(name))
+
+
+def _define(task: JobTask) -> Definition:
+    name = task.name or ""
+    _check_name(name)
+    found = codec(task.schema, job=name)
+    if not isinstance(task.max_retries, int):
+        raise InvalidJob(f"Job {name!r}: max_retries is a whole number; a job without a limit has no budget")
+    return Definition(
+        name=name,
+        handler=_in_our_words(task.run),
+        load=found.load,
+        dump=found.dump,
+        queue=task.queue,
+        priority=100 if task.priority is None else task.priority,
+        max_retries=task.max_retries,
+        retry_lost=task.retry_lost,
+        retry_on_error=task.retry_on_error,
+    )
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not 1 <= len(name) <= 200 or not name.isprintable() or " " in name:
+        raise InvalidJob(f"A job's name is 1 to 200 printable characters without spaces, not {str(name)[:80]!r}")
+
+
+def _in_our_words(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler, with Celery's exceptions turned into ours."""
+
+    def call(context: Any, params: Any) -> Any:
+        try:
+            return handler(context, params)
+        except SoftTimeLimitExceeded as error:
+            raise TimeLimit("soft time limit exceeded") from error
+
+    return call
+
+
+def _answer(verdict: Verdict) -> None:
+    """Celery's own word for what the row says; its events, its log and Flower follow from it."""
+    match verdict.status:
+        case Status.COMPLETED if verdict.ran:
+            return None
+        case Status.RETRY if verdict.ran:
+            hint = verdict.error.hint if verdict.error else ""
+            seconds = verdict.delay.total_seconds() if verdict.delay is not None else None
+            raise CeleryRetry(hint, JobFailed(hint), cast(Any, seconds))
+        case Status.FAILED if verdict.ran and verdict.error is not None:
+            raise JobFailed(f"{verdict.error.ex_type}: {verdict.error.hint}")
+        case status:
+            terminal = status is not None and status is not Status.RETRY
+            raise Skipped(f"row: {status}", EVENTS.get(status) if status is not None and terminal else None)

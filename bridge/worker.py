@@ -1,0 +1,144 @@
+"""What a Celery worker does more when the bridge is installed: keeper, dispatcher, queues, unknown jobs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from celery import Celery, bootsteps, signals
+
+from bridge import runtime
+from bridge.dispatcher import Dispatcher
+from bridge.errors import BridgeError, DatabaseUnavailable
+from bridge.migrating import check
+from bridge.publishing import queue_name
+from bridge.records import Ticket
+from bridge.task import JobTask
+
+logger = logging.getLogger(__name__)
+
+
+class KeeperStep(bootsteps.StartStopStep):
+    """A step of the consumer, because these end last: leases are renewed until the pool is empty.
+
+    Celery stops and starts consumer steps at each reconnect of the broker; the keeper goes on through that.
+    """
+
+    label = "Bridge keeper"
+
+    def start(self, parent: Any) -> None:
+        """Start the keeper, once."""
+        runtime.of(parent.app).keeper.start(parent.hostname)
+
+    def stop(self, parent: Any) -> None:
+        """Nothing: runs are still executed."""
+
+    def shutdown(self, parent: Any) -> None:
+        """The pool is gone: write what is left, and end."""
+        runtime.of(parent.app).keeper.stop()
+
+
+class DispatcherStep(bootsteps.StartStopStep):
+    """A dispatcher in the worker's main process, unless BRIDGE_DISPATCHER=standalone."""
+
+    label = "Bridge dispatcher"
+    requires = ("celery.worker.components:Pool",)
+
+    def __init__(self, parent: Any, **options: Any) -> None:
+        super().__init__(parent, **options)
+        self.dispatcher: Dispatcher | None = None
+        self.enabled = _ready(parent.app).settings.dispatcher == "worker"
+
+    def start(self, parent: Any) -> None:
+        """Start it."""
+        self.dispatcher = runtime.of(parent.app).new_dispatcher()
+        self.dispatcher.start()
+
+    def close(self, parent: Any) -> None:
+        """Hand over nothing more."""
+        if self.dispatcher is not None:
+            self.dispatcher.stop()
+
+    def stop(self, parent: Any) -> None:
+        """Wait for its last turn."""
+        self.close(parent)
+        if self.dispatcher is not None:
+            self.dispatcher.join()
+
+    terminate = stop
+
+
+def _ready(app: Celery) -> runtime.Bridge:
+    """The app's Bridge on a database that it fits; otherwise the worker ends with one sentence.
+
+    A database that does not answer is no reason to end: the worker waits for it.
+    """
+    try:
+        bridge = runtime.of(app)
+        bridge.settings.database()
+        with bridge.database.connection() as conn:
+            check(conn)
+        bridge.database.close()
+    except DatabaseUnavailable as error:
+        logger.warning("%s; the worker starts, and waits for it", error)
+    except BridgeError as error:
+        sys.exit(f"bridge: {error}")
+    return runtime.of(app)
+
+
+def prepare(app: Celery) -> None:
+    """Add the bridge's steps to an app's workers."""
+    app.steps["consumer"].add(KeeperStep)
+    app.steps["worker"].add(DispatcherStep)
+
+
+_chosen_queues: dict[int, bool] = {}
+
+
+@signals.celeryd_init.connect(weak=False)
+def _note_queues(instance: Any = None, options: Any = None, **_: object) -> None:
+    """Before -Q is applied: remember whether it was given."""
+    _chosen_queues[id(instance)] = bool((options or {}).get("queues"))
+
+
+@signals.worker_init.connect(weak=False)
+def _add_queues(sender: Any = None, **_: object) -> None:
+    """After the job modules are imported: without -Q, consume `default` and the queue of every job."""
+    app = sender.app
+    if not runtime.is_installed(app) or _chosen_queues.pop(id(sender), False):
+        return
+    tenant = runtime.of(app).settings.tenant
+    names = {"default", *(task.queue for task in app.tasks.values() if isinstance(task, JobTask))}
+    for name in sorted(names):
+        app.amqp.queues.select_add(queue_name(tenant, name))
+
+
+@signals.task_unknown.connect(weak=False)
+def _unknown(sender: Any = None, message: Any = None, name: str = "", **_: object) -> None:
+    """A message for a task that is not registered: if it is a ticket, its row must hear of it."""
+    app = getattr(sender, "app", None)
+    if app is None or not runtime.is_installed(app):
+        return
+    try:
+        ticket = Ticket.parse(message.payload[0])
+    except Exception as error:  # a plain Celery task's message, or junk: Celery has logged it
+        logger.debug("unknown task %s is no ticket (%s)", name, type(error).__name__)
+        return
+    runtime.of(app).keeper.unknown(ticket, name)
+
+
+def alive(pid: int) -> bool:
+    """Does a process run under that pid? A zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        if os.path.isdir("/proc/self"):
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
