@@ -69,8 +69,8 @@ def job(
     options = {
         **celery_task_options,
         "schema": schema,
-        "queue": queue,
-        "priority": priority,
+        "job_queue": queue,
+        "job_priority": priority,
         "max_retries": max_retries,
         "retry_lost": retry_lost,
         "retry_on_error": retry_on_error,

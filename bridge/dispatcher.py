@@ -85,6 +85,7 @@ class Dispatcher:
     _marked_at: float = float("-inf")
     _aside: dict[str, _Aside] = field(default_factory=dict)
     _samples: dict[str, deque[tuple[datetime, int]]] = field(default_factory=dict)
+    _uncounted: set[str] = field(default_factory=set)
     _contact: tuple[float, float] | None = None
     _swept: dict[str, float] = field(default_factory=dict)
     _seen_event: int | None = None
@@ -295,7 +296,13 @@ class Dispatcher:
                         name,
                     )
         except PublishError as error:
-            logger.debug("dispatcher: depth of queue %s unknown (%s); no row counts as lost", name, error)
+            if name not in self._uncounted:
+                self._uncounted.add(name)
+                logger.warning(
+                    "dispatcher: the depth of queue %s is unknown (%s); none of its rows counts as lost", name, error
+                )
+        else:
+            self._uncounted.discard(name)
 
     def _announce(self) -> None:
         with self.database.connection() as conn:
@@ -354,7 +361,8 @@ class Dispatcher:
             self._trouble = ""
 
     def _pause_limit(self) -> float:
-        return self.settings.poll_interval.total_seconds()
+        """The longest sleep: the poll interval, and never so long that the contact which `_end_orphans` asks for ends."""
+        return min(self.settings.poll_interval, self.settings.lease / 6).total_seconds()
 
     def _end(self) -> None:
         try:

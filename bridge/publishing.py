@@ -77,7 +77,7 @@ class CeleryPublisher:
                 found = channel.queue_declare(queue_name(self.tenant, queue), passive=True)
                 return int(found.message_count)
             except self._connection.channel_errors as error:
-                if getattr(error, "reply_code", getattr(error, "code", None)) == 404:
+                if str(getattr(error, "reply_code", "") or getattr(error, "code", "")) == "404":
                     return 0
                 raise
             finally:

@@ -28,8 +28,8 @@ class JobFailed(Exception):
 class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type: ignore[misc]  # generic in stubs only
     """The base of every job's task: `@app.task(base=JobTask)` makes a job of a Celery task.
 
-    Class attributes, beside Celery's own: `schema` (marshmallow Schema class or instance), `queue`,
-    `priority`, `max_retries`, `retry_lost`, `retry_on_error` (False here, since an exception that nobody
+    Class attributes, beside Celery's own: `schema` (marshmallow Schema class or instance), `job_queue`,
+    `job_priority`, `max_retries`, `retry_lost`, `retry_on_error` (False here, since an exception that nobody
     catches fails a Celery task at once; True for @job).
 
     Example:
@@ -59,8 +59,8 @@ class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type:
     Strategy = "bridge.delivery:strategy"
 
     schema: Any = None
-    queue = "default"
-    priority: int | None = 100
+    job_queue = "default"  # not `queue` and `priority`: Celery deprecates these as attributes of a task
+    job_priority = 100
     max_retries: int | None = 3
     retry_lost = False
     retry_on_error = False
@@ -144,8 +144,8 @@ def _define(task: JobTask) -> Definition:
         handler=_in_our_words(task.run),
         load=found.load,
         dump=found.dump,
-        queue=task.queue,
-        priority=100 if task.priority is None else task.priority,
+        queue=task.job_queue,
+        priority=task.job_priority,
         max_retries=task.max_retries,
         retry_lost=task.retry_lost,
         retry_on_error=task.retry_on_error,

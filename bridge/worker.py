@@ -110,7 +110,7 @@ def _add_queues(sender: Any = None, **_: object) -> None:
     if not runtime.is_installed(app) or _chosen_queues.pop(id(sender), False):
         return
     tenant = runtime.of(app).settings.tenant
-    names = {"default", *(task.queue for task in app.tasks.values() if isinstance(task, JobTask))}
+    names = {"default", *(task.job_queue for task in app.tasks.values() if isinstance(task, JobTask))}
     for name in sorted(names):
         app.amqp.queues.select_add(queue_name(tenant, name))
 

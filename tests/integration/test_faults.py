@@ -1,0 +1,225 @@
+"""Faults cost time, never a job: dead workers, a stopped database, an emptied broker, long queues."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from bridge.database import Database
+from bridge.embedded import Servers
+from bridge.migrating import migrate
+from tests.conftest import SIDE_TABLES
+from tests.support import Side, Stack, depth, purge, stays, until
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[tuple[Servers, Stack]]:
+    """Servers of the test's own, which it may stop."""
+    with Servers() as servers:
+        migrate(Database(servers.database_url))
+        with psycopg.connect(servers.database_url) as conn:
+            conn.execute(SIDE_TABLES)
+        with Stack(servers.database_url, servers.broker_url, tmp_path) as stack:
+            yield servers, stack
+
+
+def test_c07_a_job_longer_than_its_lease_completes(stack: Stack, side: Side) -> None:
+    stack.worker(BRIDGE_LEASE="3s")
+    job_id = side.insert("naps", params={"seconds": 20})
+    until(lambda: side.status(job_id) == "completed", seconds=40)
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+
+
+def test_c04_a_worker_killed_between_claim_and_settle_is_found_by_its_lease(stack: Stack, side: Side) -> None:
+    doomed = stack.worker(BRIDGE_LEASE="4s")
+    job_id = side.insert("naps", params={"seconds": 60})
+    until(lambda: side.status(job_id) == "running" and side.received(job_id))
+    doomed.kill()
+    doomed.popen.wait()
+    lease_until: datetime = side.row(job_id)["lease_until"]
+    survivor = stack.worker(BRIDGE_LEASE="4s")
+    until(lambda: side.status(job_id) == "aborted", what=lambda: survivor.tail)
+    (end,) = side.rows("SELECT created_at, actor FROM job_event WHERE job_id = %s AND kind = 'end'", job_id)
+    assert end["created_at"] >= lease_until, "not before the lease is over"
+    assert end["actor"] == "dispatcher"
+    assert side.row(job_id)["error"]["code"] == "orphan"
+    assert side.row(job_id)["completed_at"] is None
+
+
+def test_c04_what_a_killed_worker_had_reserved_runs_elsewhere(stack: Stack, side: Side) -> None:
+    doomed = stack.worker("--prefetch-multiplier", "4", BRIDGE_LOST_AFTER="3s", BRIDGE_LEASE="3s")
+    ids = [side.insert("naps", params={"seconds": 60 if n < 2 else 0}) for n in range(8)]
+    until(lambda: side.counts().get("running") == 2 and side.counts().get("scheduled") == 6)
+    until(lambda: depth(stack.broker_url, "test") == 0, what="the rest is reserved")
+    doomed.kill()
+    doomed.popen.wait()
+    survivor = stack.worker(BRIDGE_LOST_AFTER="3s", BRIDGE_LEASE="3s")
+    until(lambda: side.counts() == {"completed": 6, "aborted": 2}, seconds=40, what=lambda: survivor.tail)
+    assert len(ids) == 8
+
+
+def test_the_database_stopped_for_two_leases_aborts_nobody(own: tuple[Servers, Stack]) -> None:
+    servers, stack = own
+    worker = stack.worker(BRIDGE_LEASE="3s")
+    with psycopg.connect(servers.database_url, autocommit=True) as conn:
+        side = Side(conn)
+        long, short = side.insert("naps", params={"seconds": 20}), side.insert("naps", params={"seconds": 3})
+        until(lambda: side.counts() == {"running": 2} and len(side.rows("SELECT FROM received")) == 2)
+    assert servers.postgres is not None
+    servers.postgres.send_signal(signal.SIGQUIT)  # immediate shutdown: as after a crash
+    servers.postgres.wait()
+    worker.says("does not answer")
+    stays(lambda: worker.popen.poll() is None, seconds=7)  # two leases, in which the short job ends too
+    servers.start_postgres()
+    with psycopg.connect(servers.database_url, autocommit=True) as conn:
+        side = Side(conn)
+        until(lambda: side.counts() == {"completed": 2}, seconds=40, what=lambda: f"{side.counts()}\n{worker.tail}")
+        for job_id in (long, short):
+            assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+            assert len(side.received(job_id)) == 1, "the handler never runs twice for one outcome"
+        after = side.insert("plain")
+        until(lambda: side.status(after) == "completed", what="dispatch goes on")
+
+
+def test_c02_an_emptied_broker_loses_no_job(stack: Stack, side: Side) -> None:
+    dispatcher = stack.dispatcher(BRIDGE_LOST_AFTER="3s")
+    ids = [side.insert("plain") for _ in range(50)]
+    until(lambda: depth(stack.broker_url, "test") == 50)
+    purge(stack.broker_url)
+    stack.worker(BRIDGE_LOST_AFTER="3s", BRIDGE_DISPATCHER="standalone")
+    until(lambda: side.counts() == {"completed": 50}, seconds=20, what=lambda: dispatcher.tail)
+    for job_id in ids:
+        assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+        assert len(side.received(job_id)) == 1
+    assert "50 messages of queue test are lost" in dispatcher.log
+
+
+@pytest.mark.parametrize("prefetch", ["1", "4"])
+def test_a_long_queue_is_never_published_again(stack: Stack, side: Side, prefetch: str) -> None:
+    """Two children on a queue that takes three times BRIDGE_LOST_AFTER to drain."""
+    worker = stack.worker("--prefetch-multiplier", prefetch, BRIDGE_LOST_AFTER="3s")
+    for _ in range(40):
+        side.insert("naps", params={"seconds": 0.5})
+    until(lambda: side.counts() == {"completed": 40}, seconds=60)
+    (row,) = side.rows("SELECT max(started_at) - min(created_at) AS took FROM job")
+    assert row["took"].total_seconds() > 9, "the queue was long enough to tell"
+    assert "are lost" not in worker.log
+    assert side.rows("SELECT FROM job WHERE scheduled_at <> date_trunc('milliseconds', created_at)") == []
+
+
+def test_ten_thousand_at_once_keep_the_window(stack: Stack, side: Side) -> None:
+    worker = stack.worker(BRIDGE_WINDOW="200")
+    side.conn.execute("INSERT INTO job (name, queue) SELECT 'quick', 'test' FROM generate_series(1, 10000)")
+    longest = 0
+
+    def done() -> bool:
+        nonlocal longest
+        longest = max(longest, depth(stack.broker_url, "test"))
+        return not side.rows("SELECT FROM job WHERE status <> 'completed' LIMIT 1")
+
+    until(done, seconds=110, what=lambda: worker.tail)
+    assert 0 < longest <= 200
+    assert side.rows("SELECT count(*) AS n FROM job_event")[0]["n"] == 20_000
+
+
+def test_two_dispatchers_share_one_window(stack: Stack, side: Side) -> None:
+    dispatchers = [stack.dispatcher(BRIDGE_WINDOW="50") for _ in range(2)]
+    side.conn.execute("INSERT INTO job (name, queue) SELECT 'quick', 'test' FROM generate_series(1, 500)")
+    until(lambda: side.counts().get("scheduled") == 50)
+    stays(lambda: side.counts()["scheduled"] == 50 and depth(stack.broker_url, "test") == 50, seconds=2)
+    assert [each.end() for each in dispatchers] == [0, 0]
+
+
+def test_a_queue_that_the_broker_refuses_is_set_aside_alone(stack: Stack, side: Side) -> None:
+    """On Redis a key that is no list; others flow on, and the rows come back when the key is gone."""
+    from tests.support import broker
+
+    with broker(stack.broker_url) as connection:
+        client = connection.channel().client
+        client.set("refused", "not a list")
+        worker = stack.worker("-Q", "test,other")
+        refused = [side.insert("plain", queue="refused") for _ in range(3)]
+        flowing = [side.insert("plain") for _ in range(5)]
+        until(lambda: {side.status(job_id) for job_id in flowing} == {"completed"}, what=lambda: worker.tail)
+        assert {side.status(job_id) for job_id in refused} == {"new"}
+        worker.says("queue refused cannot be published")
+        assert worker.log.count("queue refused cannot be published") == 1
+        client.delete("refused")
+        until(lambda: {side.status(job_id) for job_id in refused} == {"scheduled"}, what=lambda: worker.tail)
+
+
+def test_c09_a_warm_stop_leaves_what_was_reserved_pending(stack: Stack, side: Side) -> None:
+    worker = stack.worker("--prefetch-multiplier", "10", concurrency=1)
+    ids = [side.insert("naps", params={"seconds": 2}) for _ in range(5)]
+    until(lambda: side.counts() == {"running": 1, "scheduled": 4})
+    assert worker.end() == 0
+    assert side.counts() == {"completed": 1, "scheduled": 4}
+    stack.worker()
+    until(lambda: side.counts() == {"completed": 5}, what="the messages went back to the queue")
+    for job_id in ids:
+        assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+
+
+def test_a_cold_stop_gives_the_run_back(stack: Stack, side: Side) -> None:
+    worker = stack.worker(concurrency=1)
+    job_id = side.insert("naps", params={"seconds": 5})
+    until(lambda: side.status(job_id) == "running" and side.received(job_id))
+    worker.end(signal.SIGQUIT)
+    row = side.row(job_id)
+    assert row["status"] in ("retry", "scheduled"), worker.tail
+    assert row["retry_num"] == 0
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("retry", {"attempt": 1, "reason": "noop"})]
+    stack.worker()
+    until(lambda: side.status(job_id) == "completed")
+    assert len(side.received(job_id)) == 2
+
+
+def test_c17_killed_sessions_cost_at_most_the_statement(stack: Stack, side: Side) -> None:
+    worker = stack.worker()
+    ids = [side.insert("naps", params={"seconds": 0.1}) for _ in range(60)]
+    kill = (
+        "SELECT count(pg_terminate_backend(pid)) AS n FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    killed = 0
+
+    def done() -> bool:
+        nonlocal killed
+        killed += side.rows(kill)[0]["n"]
+        until_changed(side)
+        return side.counts() == {"completed": 60}
+
+    until(done, seconds=60, what=lambda: f"{side.counts()}\n{worker.tail}")
+    assert killed > 10
+    for job_id in ids:
+        assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+        assert len(side.received(job_id)) == 1
+
+
+def until_changed(side: Side) -> None:
+    """Wait until something moved, or a moment."""
+    before = side.counts()
+    try:
+        until(lambda: side.counts() != before, seconds=0.5)
+    except AssertionError:
+        return
+
+
+def test_connections_stay_at_one_a_child_plus_three(stack: Stack, side: Side) -> None:
+    stack.worker(concurrency=3)
+    for _ in range(60):
+        side.insert("quick")
+    until(lambda: side.counts() == {"completed": 60})
+    rows = side.rows(
+        "SELECT application_name AS name, count(*) AS n FROM pg_stat_activity "
+        "WHERE datname = current_database() AND application_name LIKE 'bridge%%' GROUP BY 1"
+    )
+    found = {row["name"]: row["n"] for row in rows}
+    assert found.pop("bridge") <= 3
+    assert found.keys() <= {"bridge-keeper", "bridge-dispatcher", "bridge-listener"}
+    assert set(found.values()) == {1}

@@ -1,0 +1,275 @@
+"""Submit: in the caller's transaction or its own, all or nothing, refused before anything is written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from celery import Celery
+
+import bridge
+from bridge.errors import DatabaseUnavailable, InvalidJob, InvalidParams, UnknownJob
+from tests.jobs import Kind
+from tests.support import Side, until
+
+TYPED = {"object": Kind.SNAPSHOT, "deleted_at": datetime(2026, 1, 1, tzinfo=UTC), "id": uuid4()}
+
+
+def test_submit_writes_the_row_that_was_asked_for(app: Celery, side: Side) -> None:
+    profile, resource = uuid4(), uuid4()
+    job_id = bridge.submit(
+        "echo",
+        TYPED,
+        delay=timedelta(minutes=1),
+        queue="other",
+        label="mine",
+        priority=7,
+        max_retries=9,
+        profile_id=profile,
+        resource_id=str(resource),
+        expires_in=timedelta(days=1),
+    )
+    row = side.row(job_id)
+    assert row["params"] == {"object": "snapshot", "deleted_at": "2026-01-01T00:00:00+00:00", "id": str(TYPED["id"])}
+    assert (row["status"], row["queue"], row["label"], row["priority"]) == ("new", "other", "mine", 7)
+    assert (row["max_retries"], row["profile_id"], row["resource_id"]) == (9, profile, resource)
+    assert 59 < (row["scheduled_at"] - row["created_at"]).total_seconds() < 61
+    assert 86390 < (row["expires_at"] - row["created_at"]).total_seconds() < 86410
+    assert row["scheduled_at"].microsecond % 1000 == 0
+    job = bridge.get_job(job_id)
+    assert job is not None
+    assert (job.id, bridge.user_status(job)) == (job_id, "pending")
+
+
+def test_submit_takes_the_jobs_own_defaults(app: Celery, side: Side) -> None:
+    row = side.row(bridge.submit("raises", {"what": "ValueError"}))
+    assert (row["queue"], row["priority"], row["max_retries"]) == ("test", 100, 0)
+
+
+def test_c14_visible_on_commit_and_never_before(app: Celery, side: Side, database_url: str) -> None:
+    with psycopg.connect(database_url) as caller:
+        job_id = bridge.submit("plain", {}, conn=caller)
+        assert side.rows("SELECT FROM job WHERE id = %s", job_id) == []
+        caller.commit()
+    assert side.status(job_id) == "new"
+
+
+def test_c15_rolled_back_never_happened(app: Celery, side: Side, database_url: str) -> None:
+    with psycopg.connect(database_url) as caller:
+        bridge.submit("plain", {}, conn=caller)
+        bridge.submit_many("plain", [{}, {}], conn=caller)
+        caller.rollback()
+        with caller.transaction():
+            try:
+                with caller.transaction():
+                    bridge.submit("plain", {"which": "A"}, conn=caller)
+                    raise psycopg.Rollback
+            except psycopg.Rollback:
+                pass
+            kept = bridge.submit("plain", {"which": "B"}, conn=caller)
+    assert [row["id"] for row in side.rows("SELECT id FROM job")] == [kept]
+
+
+@pytest.mark.parametrize("isolation", [2, 3, 4], ids=["read-committed", "repeatable-read", "serializable"])
+def test_submit_joins_whatever_isolation_the_caller_has(
+    app: Celery, side: Side, database_url: str, isolation: int
+) -> None:
+    with psycopg.connect(database_url) as caller:
+        caller.isolation_level = psycopg.IsolationLevel(isolation)
+        job_id = bridge.submit("plain", {}, conn=caller)
+    assert side.status(job_id) == "new"
+
+
+def test_submit_many_is_all_or_nothing(app: Celery, side: Side) -> None:
+    with pytest.raises(InvalidParams, match="number 1"):
+        bridge.submit_many("plain", [{"a": 1}, {"a": float("nan")}])
+    assert side.rows("SELECT FROM job") == []
+    ids = bridge.submit_many("plain", [{"n": n} for n in range(500)], delay=60_000)
+    assert [row["params"]["n"] for row in side.rows("SELECT params FROM job ORDER BY array_position(%s, id)", ids)] == [
+        *range(500)
+    ]
+    assert bridge.submit_many("plain", []) == []
+
+
+BAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "negative delay": {"delay": -1},
+    "delay in seconds as a float": {"delay": 1.5},
+    "delay beyond ten years": {"delay": timedelta(days=4000)},
+    "queue with a space": {"queue": "a b"},
+    "queue of 10 kB": {"queue": "q" * 10_000},
+    "label with NUL": {"label": "a\0b"},
+    "label with a surrogate": {"label": "\ud800"},
+    "label of 10 kB": {"label": "l" * 10_000},
+    "priority as text": {"priority": "high"},
+    "priority beyond": {"priority": 10**9},
+    "negative retries": {"max_retries": -1},
+    "owner that is no uuid": {"profile_id": "me"},
+    "resource that is no uuid": {"resource_id": 7},
+    "negative expiry": {"expires_in": -5},
+}
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS.values(), ids=BAD_OPTIONS.keys())
+def test_a_bad_option_is_refused_by_name_and_the_transaction_goes_on(
+    app: Celery, side: Side, database_url: str, options: dict[str, Any]
+) -> None:
+    with psycopg.connect(database_url) as caller:
+        with pytest.raises(InvalidJob, match=next(iter(options))):
+            bridge.submit("plain", {}, conn=caller, **options)
+        kept = bridge.submit("plain", {}, conn=caller)
+    assert [row["id"] for row in side.rows("SELECT id FROM job")] == [kept]
+
+
+def test_an_unknown_name_is_refused_and_says_what_is_known(app: Celery, side: Side) -> None:
+    with pytest.raises(UnknownJob, match=r"'no-such-job'.*Known: .*echo"):
+        bridge.submit("no-such-job", {})
+    assert side.rows("SELECT FROM job") == []
+
+
+def test_unknown_and_bad_params_are_refused_by_field(app: Celery, side: Side) -> None:
+    with pytest.raises(InvalidParams, match="typo: no such field"):
+        bridge.submit("echo", {**TYPED, "typo": 1})
+    with pytest.raises(InvalidParams, match="id"):
+        bridge.submit("echo", {"object": Kind.SNAPSHOT, "deleted_at": TYPED["deleted_at"]})
+    assert side.rows("SELECT FROM job") == []
+
+
+def test_conn_of_another_kind_is_refused(app: Celery) -> None:
+    with pytest.raises(TypeError, match=r"psycopg\.Connection"):
+        bridge.submit("plain", {}, conn="postgresql://")
+
+
+def test_dedupe_replaces_what_waits_and_leaves_what_is_due(app: Celery, side: Side) -> None:
+    due = bridge.submit("plain", {}, label="l")
+    for _ in range(3):
+        last = bridge.submit("plain", {}, label="l", delay=60_000, dedupe=True)
+    other = bridge.submit("plain", {}, label="m", delay=60_000)
+    assert {row["id"] for row in side.rows("SELECT id FROM job")} == {due, last, other}
+
+
+def test_dedupe_under_race_leaves_one_row(app: Celery, side: Side) -> None:
+    barrier = threading.Barrier(6)
+
+    def race() -> None:
+        barrier.wait()
+        for _ in range(10):
+            bridge.submit("plain", {}, delay=60_000, dedupe=True)
+
+    threads = [threading.Thread(target=race) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(side.rows("SELECT FROM job")) == 1
+
+
+def test_dedupe_in_a_snapshot_is_refused(app: Celery, database_url: str) -> None:
+    with psycopg.connect(database_url) as caller:
+        caller.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        with pytest.raises(InvalidJob, match="READ COMMITTED"):
+            bridge.submit("plain", {}, dedupe=True, conn=caller)
+
+
+def test_cancel_ends_what_is_pending_and_nothing_else(app: Celery, side: Side, database_url: str) -> None:
+    job_id = bridge.submit("plain", {})
+    with psycopg.connect(database_url) as caller:
+        assert bridge.cancel(job_id, conn=caller) == 1
+        caller.rollback()
+    assert side.status(job_id) == "new"
+    assert [bridge.cancel(job_id), bridge.cancel(job_id), bridge.cancel(uuid4())] == [1, 0, 0]
+    assert [(event.kind, event.payload, event.actor) for event in bridge.get_events(job_id)] == [
+        ("end", {"outcome": "cancelled"}, "operator")
+    ]
+    running = side.insert("plain", status="running")
+    assert bridge.cancel(running) == 0
+    with pytest.raises(InvalidJob, match="not a uuid"):
+        bridge.cancel("no-uuid")
+
+
+def test_get_of_nothing_is_nothing(app: Celery) -> None:
+    assert bridge.get_job(uuid4()) is None
+    assert bridge.get_events(uuid4()) == []
+
+
+def test_heartbeat_outside_a_job_is_none(app: Celery) -> None:
+    assert bridge.heartbeat({"current": 1}) is None
+    with pytest.raises(ValueError, match=r"progress\.current"):
+        bridge.heartbeat({"current": -1})
+
+
+def test_heartbeat_by_id_renews_a_running_row_only(app: Celery, side: Side) -> None:
+    running, ended = side.insert("plain", status="running"), side.insert("plain", status="failed")
+    assert bridge.heartbeat({"current": 1, "total": 2}, job_id=running) == 2
+    assert bridge.heartbeat(job_id=ended) == 0
+    assert side.row(running)["lease_until"] is not None
+    assert side.row(ended)["lease_until"] is None
+
+
+def test_asubmit_does_not_block_and_takes_no_conn(app: Celery, side: Side, conn: psycopg.Connection) -> None:
+    async def many() -> list[UUID]:
+        return await asyncio.gather(*(bridge.asubmit("plain", {"n": n}) for n in range(20)))
+
+    ids = asyncio.run(many())
+    assert len(side.rows("SELECT FROM job WHERE id = ANY(%s)", ids)) == 20
+    with pytest.raises(TypeError, match="conn"):
+        asyncio.run(bridge.asubmit("plain", {}, conn=conn))
+
+
+def test_c16_a_forked_child_opens_its_own_connection(app: Celery, side: Side) -> None:
+    bridge.submit("plain", {"who": "parent"})
+    pids = []
+    for _ in range(3):
+        if not (pid := os.fork()):
+            try:
+                for _ in range(5):
+                    bridge.submit("plain", {"who": "child"})
+                os._exit(0)
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0]
+    bridge.submit("plain", {"who": "parent"})
+    assert len(side.rows("SELECT FROM job")) == 17
+
+
+def test_submit_survives_a_killed_session(app: Celery, side: Side) -> None:
+    bridge.submit("plain", {})
+    side.conn.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE application_name = 'bridge' AND datname = current_database()"
+    )
+    bridge.submit("plain", {})
+    assert len(side.rows("SELECT FROM job")) == 2
+
+
+def test_c40_a_database_that_is_not_there_is_a_prompt_error(
+    app: Celery, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("BRIDGE_DATABASE_URL", f"postgresql://someone:hush@/nowhere?host={tmp_path}")
+    with pytest.raises(DatabaseUnavailable, match="cannot be reached") as caught:
+        bridge.submit("plain", {})
+    assert "hush" not in str(caught.value)
+
+
+def test_plain_sql_wakes_a_sleeping_dispatcher_and_no_busy_one(side: Side, database_url: str) -> None:
+    with psycopg.connect(database_url, autocommit=True) as listener:
+        listener.execute("LISTEN bridge_due")
+
+        def heard() -> int:
+            return len([*listener.notifies(timeout=0.2)])
+
+        side.insert("plain")
+        assert heard() == 1, "no mark means notify"
+        mark = "INSERT INTO bridge_dispatcher (id, tenant, asleep) VALUES (gen_random_uuid(), 'default', %s)"
+        side.conn.execute(mark, (False,))
+        side.insert("plain")
+        assert heard() == 0, "all are awake"
+        side.conn.execute(mark, (True,))
+        side.insert("plain")
+        until(lambda: heard() == 1, what="somebody sleeps")

@@ -1,0 +1,235 @@
+"""Real workers: `celery -A bridge worker` on every pool, with its own dispatcher, on real servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import psycopg
+import pytest
+from celery import Celery
+
+import bridge
+from tests.support import Side, Stack, depth, send, stays, until
+
+ABORTED_LOST = {"type": "internal", "code": "worker-lost", "ex_type": "worker-lost"}
+
+
+def without_hint(error: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in error.items() if key != "hint"}
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_a_row_goes_through_celery_and_back(stack: Stack, side: Side, pool: str) -> None:
+    worker = stack.worker(pool=pool, concurrency=1 if pool == "solo" else 2)
+    ok = side.insert("plain", params={"n": 1})
+    twice = side.insert("flaky", params={"times": 2})
+    bad = side.insert("raises", params={"what": "ValueError"}, max_retries=0)
+    memory = side.insert("raises", params={"what": "MemoryError"}, max_retries=0)
+    leaves = side.insert("raises", params={"what": "SystemExit"}, max_retries=0)
+    progress = side.insert("reports", params={"times": 3, "force": True})
+    many = [side.insert("quick") for _ in range(20)]
+    until(lambda: set(side.counts()) <= {"completed", "failed"}, what=lambda: worker.tail)
+    assert {side.status(job_id) for job_id in (ok, twice, progress, *many)} == {"completed"}
+    assert side.row(ok)["result"] == {"n": 1}
+    assert [side.row(job_id)["error"]["ex_type"] for job_id in (bad, memory, leaves)] == [
+        "ValueError",
+        "MemoryError",
+        "SystemExit",
+    ]
+    assert side.events(twice) == [
+        ("start", {"attempt": 1}),
+        ("retry", {"attempt": 2, "reason": "backoff"}),
+        ("start", {"attempt": 2}),
+        ("retry", {"attempt": 3, "reason": "backoff"}),
+        ("start", {"attempt": 3}),
+        ("end", {"outcome": "completed"}),
+    ]
+    assert len(side.rows("SELECT FROM job_event WHERE kind = 'progress' AND job_id = %s", progress)) == 3
+    assert {row["actor"] for row in side.rows("SELECT actor FROM job_event")} == {"w0@test"}
+    assert worker.popen.poll() is None, "SystemExit and MemoryError are the job's, not the worker's"
+    assert worker.end() == 0
+    assert depth(stack.broker_url, "test") == 0
+
+
+def test_a_submit_wakes_the_dispatcher_and_a_due_time_does(app: Celery, stack: Stack, side: Side) -> None:
+    """With a poll interval of ten minutes, only these two can start a job. How fast: benchmarks/latency.py."""
+    stack.worker(BRIDGE_POLL_INTERVAL="10m", BRIDGE_LEASE="2h")
+    until(lambda: side.rows("SELECT FROM bridge_dispatcher WHERE asleep"), what="the dispatcher sleeps")
+    job_id = bridge.submit("plain", {})
+    until(lambda: side.status(job_id) == "completed")
+    later = bridge.submit("plain", {}, delay=2000)
+    until(lambda: side.status(later) == "completed")
+    row = side.row(later)
+    assert row["started_at"] >= row["scheduled_at"]
+
+
+def test_a_handler_that_calls_the_decorated_object_gets_the_plain_handler(stack: Stack, side: Side) -> None:
+    stack.worker(concurrency=1)
+    job_id = side.insert("calls-another")
+    until(lambda: side.status(job_id) == "completed")
+    assert side.row(job_id)["result"] == [{"called": "directly"}, "inner"]
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+
+
+def test_without_q_a_worker_consumes_default_and_the_queue_of_every_job(stack: Stack, side: Side) -> None:
+    command = ["-m", "celery", "-A", "bridge", "worker", "-c", "1", "-l", "info", "--without-mingle"]
+    worker = stack.start(command)
+    worker.says(" ready.")
+    ids = [side.insert("plain", queue=queue) for queue in ("default", "test")]
+    until(lambda: {side.status(job_id) for job_id in ids} == {"completed"}, what=lambda: worker.tail)
+
+
+def test_a_tenants_rows_are_its_own(stack: Stack, side: Side) -> None:
+    worker = stack.worker("-Q", "acme.test", BRIDGE_TENANT="acme")
+    theirs, mine = side.insert("plain"), side.insert("plain", tenant="acme")
+    until(lambda: side.status(mine) == "completed", what=lambda: worker.tail)
+    assert side.status(theirs) == "new"
+    send(stack.broker_url, "plain", side.ticket(theirs), queue="acme.test")
+    worker.says(f"job {theirs}: ticket of")
+    assert side.status(theirs) == "new", "a forged ticket does not reach another tenant"
+
+
+def test_c42_an_unknown_job_can_wait_for_a_worker_that_knows_it(stack: Stack, side: Side) -> None:
+    worker = stack.worker(BRIDGE_UNKNOWN_JOB="defer")
+    job_id = side.insert("of-the-next-release")
+    until(lambda: side.row(job_id)["scheduled_at"] - side.row(job_id)["created_at"] > timedelta(seconds=9))
+    row = side.row(job_id)
+    assert (row["status"], row["retry_num"], row["started_at"]) == ("new", 0, None)
+    assert side.events(job_id) == []
+    worker.says("unknown here; put off")
+
+
+@pytest.mark.parametrize("how", ["exit", signal.SIGKILL, signal.SIGSEGV], ids=["os._exit", "SIGKILL", "SIGSEGV"])
+def test_c05_a_dead_child_ends_its_run_at_once(stack: Stack, side: Side, how: object) -> None:
+    worker = stack.worker()
+    job_id = side.insert("dies", params={"how": how})
+    until(lambda: side.status(job_id) == "aborted", seconds=15, what=lambda: worker.tail)
+    assert without_hint(side.row(job_id)["error"]) == ABORTED_LOST
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "aborted"})]
+    after = side.insert("plain")
+    until(lambda: side.status(after) == "completed", what="the worker goes on")
+
+
+def test_c06_a_poison_job_that_may_run_again_does_so_within_its_budget(stack: Stack, side: Side) -> None:
+    stack.worker()
+    job_id = side.insert("lost-again", max_retries=1)
+    others = [side.insert("quick") for _ in range(20)]
+    until(lambda: side.status(job_id) == "aborted", seconds=30)
+    assert side.events(job_id) == [
+        ("start", {"attempt": 1}),
+        ("retry", {"attempt": 2, "reason": "lost"}),
+        ("start", {"attempt": 2}),
+        ("end", {"outcome": "aborted"}),
+    ]
+    until(lambda: {side.status(each) for each in others} == {"completed"})
+
+
+def test_c23_a_hard_time_limit_is_a_failure_of_the_job(stack: Stack, side: Side) -> None:
+    worker = stack.worker()
+    hard = side.insert("limited", max_retries=0)
+    soft = side.insert("soft-limited", max_retries=0)
+    until(lambda: {side.status(hard), side.status(soft)} == {"failed"}, what=lambda: worker.tail)
+    assert side.row(hard)["error"] == {
+        "type": "internal",
+        "code": "timeout",
+        "ex_type": "timeout",
+        "hint": "hard time limit of 2 s exceeded",
+    }
+    assert side.row(soft)["error"]["code"] == "timeout"
+    assert side.events(hard) == [("start", {"attempt": 1}), ("end", {"outcome": "failed"})]
+
+
+def test_a_second_delivery_whose_child_is_killed_leaves_the_first_run_alone(stack: Stack, side: Side) -> None:
+    """Two workers, one ticket delivered twice; the second's child is stopped on the row's lock and killed."""
+    first = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
+    job_id = side.insert("naps", params={"seconds": 8})
+    ticket = side.ticket(job_id)
+    send(stack.broker_url, "naps", ticket)
+    until(lambda: side.status(job_id) == "running" and side.received(job_id))
+    run_id = side.row(job_id)["run_id"]
+    second = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
+    # Both the claim of the second delivery and the keeper's close must find the row as the first run has it.
+    with psycopg.connect(stack.database_url) as locker:
+        locker.execute("LOCK TABLE job IN SHARE ROW EXCLUSIVE MODE")  # claims wait, reads do not
+        send(stack.broker_url, "naps", ticket)
+        waiting = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%-- claim%%'"
+        until(lambda: side.rows(waiting), what=lambda: second.tail)
+        (child,) = second.children() if "received" in second.log else first.children()
+        if "received" in second.log:
+            os.kill(child, signal.SIGKILL)
+            second.says("Process 'ForkPoolWorker-1'")
+    stays(lambda: side.row(job_id)["run_id"] == run_id and side.status(job_id) == "running", seconds=1.5)
+    until(lambda: side.status(job_id) == "completed", what=lambda: first.tail)
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+    assert len(side.received(job_id)) == 1
+
+
+def test_a_child_killed_before_its_claim_gives_the_row_back_at_once(stack: Stack, side: Side) -> None:
+    worker = stack.worker(concurrency=1)
+    warm = side.insert("quick")
+    until(lambda: side.status(warm) == "completed")
+    with psycopg.connect(stack.database_url) as locker:
+        job_id = side.insert("plain")
+        until(lambda: side.status(job_id) in ("scheduled", "running", "completed"))
+        if side.status(job_id) == "scheduled":
+            locker.execute("SELECT FROM job WHERE id = %s FOR UPDATE", (job_id,))
+            (child,) = worker.children()
+            os.kill(child, signal.SIGKILL)
+    until(lambda: side.status(job_id) == "completed", seconds=30, what=lambda: worker.tail)
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+
+
+def test_workers_that_do_not_dispatch_and_a_dispatcher_that_does(stack: Stack, side: Side) -> None:
+    """Workers that do not dispatch, and one dispatcher that does."""
+    stack.worker(BRIDGE_DISPATCHER="standalone")
+    job_id = side.insert("plain")
+    stays(lambda: side.status(job_id) == "new", seconds=1.5)
+    dispatcher = stack.dispatcher()
+    until(lambda: side.status(job_id) == "completed", what=lambda: dispatcher.tail)
+    assert dispatcher.end() == 0
+    assert side.rows("SELECT FROM bridge_dispatcher") == []
+
+
+def test_dispatcher_once_hands_over_what_is_due_and_ends(stack: Stack, side: Side) -> None:
+    ids = [side.insert("plain") for _ in range(250)]
+    process = stack.start(["-m", "bridge", "dispatcher", "--once"])
+    assert process.popen.wait(30) == 0, process.log
+    assert {side.status(job_id) for job_id in ids} == {"scheduled"}
+    assert depth(stack.broker_url, "test") == 250
+
+
+def test_bad_settings_end_the_worker_with_one_sentence(stack: Stack) -> None:
+    for name, value in (("BRIDGE_LEASE", "soon"), ("BRIDGE_TENANT", "a.b")):
+        command = ["-m", "celery", "-A", "bridge", "worker", "-c", "1"]
+        process = stack.start(command, **{name: value})
+        assert process.popen.wait(30) == 1
+        assert f"bridge: {name}:" in process.log
+        assert "Traceback" not in process.log
+
+
+def test_c11_celerys_revoke_is_a_cancel_of_the_row(app: Celery, stack: Stack, side: Side) -> None:
+    worker = stack.worker(concurrency=1)
+    busy = side.insert("naps", params={"seconds": 3})
+    until(lambda: side.status(busy) == "running")
+    behind = side.insert("plain")
+    until(lambda: side.status(behind) == "scheduled")
+    with Celery("ctl", broker=stack.broker_url, set_as_current=False) as control:
+        control.control.revoke(str(behind))
+    until(lambda: side.status(behind) == "cancelled", what=lambda: worker.tail)
+    until(lambda: side.status(busy) == "completed")
+    assert side.events(behind) == [("end", {"outcome": "cancelled"})]
+    assert side.received(behind) == []
+
+
+def test_c11_revoke_with_terminate_cancels_the_running_row(stack: Stack, side: Side) -> None:
+    worker = stack.worker(concurrency=1)
+    job_id = side.insert("naps", params={"seconds": 30})
+    until(lambda: side.status(job_id) == "running")
+    with Celery("ctl", broker=stack.broker_url, set_as_current=False) as control:
+        control.control.revoke(str(job_id), terminate=True)
+    until(lambda: side.status(job_id) == "cancelled", what=lambda: worker.tail)
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "cancelled"})]
+    after = side.insert("plain")
+    until(lambda: side.status(after) == "completed")
