@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python -m bridge demo
 
+# four at a time, because most tests wait for a process; each of the four has servers of its own
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 4 $(ARGS)
 
 unit: $(READY)
 	$(BIN)/python -m pytest tests/unit $(ARGS)

@@ -361,7 +361,7 @@ class Dispatcher:
             self._trouble = ""
 
     def _pause_limit(self) -> float:
-        """The longest sleep: the poll interval, and never so long that the contact which `_end_orphans` asks for ends."""
+        """The longest sleep: the poll interval, but never so long that the contact `_end_orphans` asks for ends."""
         return min(self.settings.poll_interval, self.settings.lease / 6).total_seconds()
 
     def _end(self) -> None:

@@ -71,7 +71,11 @@ def _plain(value: object, depth: int) -> object:
 def _compound(value: object, depth: int) -> object:
     match value:
         case Mapping():
-            return {_key(key): _plain(item, depth) for key, item in value.items()}
+            pairs = [(_key(key), _plain(item, depth)) for key, item in value.items()]
+            found = dict(pairs)
+            if len(found) != len(pairs):
+                raise EncodingError("has two keys that are the same text in JSON")
+            return found
         case list() | tuple():
             return [_plain(item, depth) for item in value]
         case Set():
@@ -104,7 +108,9 @@ def _key(key: object) -> str:
             return _text(key)
         case bool() | None:
             return json.dumps(key)
-        case int() | UUID() | date() | Decimal():
+        case date():
+            return key.isoformat()
+        case int() | UUID() | Decimal():
             return str(key)
     raise EncodingError(f"has a key of type {type(key).__name__}, which has no JSON form")
 
@@ -122,7 +128,7 @@ def _text(value: str) -> str:
         raise EncodingError("holds a NUL character, which PostgreSQL cannot store")
     if not value.isprintable() and any("\ud800" <= char <= "\udfff" for char in value):
         raise EncodingError("holds a lone surrogate, which is not text")
-    return str(value)
+    return str.__str__(value)
 
 
 def _sorted(items: list[object]) -> list[object]:

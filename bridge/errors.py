@@ -104,6 +104,11 @@ class Retry(Exception):
         bridge.errors.Retry: card network is busy
     """
 
+    # For a subclass that forgets our constructor.
+    hint: str = ""
+    delay: timedelta | None = None
+    strategy: str = "backoff"
+
     def __init__(
         self,
         hint: str = "",

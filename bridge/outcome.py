@@ -83,6 +83,8 @@ def judge_return(job: Job, value: object) -> Outcome:
         result, resource_id = _envelope(job, value)
     except BadEnvelope as error:
         return Fail(ErrorReport("validation", error.code, "validation", safe_text(error)))
+    except Exception as error:
+        return Complete(None, lost_result=f"raised {type(error).__name__} while it was looked at")
     if result is None:
         return Complete(None, resource_id)
     try:
@@ -102,17 +104,15 @@ def judge_error(job: Job, definition: Definition, error: BaseException, *, longe
     match error:
         case Interrupted():
             return None
-        case UnknownJob() | InvalidParams():
-            return Fail(report(error))
         case Retry():
             base = error.delay if error.delay is not None else BASE_DELAY
             noop = error.strategy == "noop"
             reason = RetryReason.NOOP if noop else RetryReason.BACKOFF
             return _again(job, report(error), base, reason, longest)
         case _ if definition.retry_on_error:
-            return _again(job, report(error), BASE_DELAY, RetryReason.BACKOFF, longest)
+            return _again(job, _of_handler(error), BASE_DELAY, RetryReason.BACKOFF, longest)
         case _:
-            return Fail(report(error))
+            return Fail(_of_handler(error))
 
 
 def judge_lost(job: Job, hint: str) -> Outcome:
@@ -164,8 +164,17 @@ def report(error: BaseException) -> ErrorReport:
         case TimeLimit() | TimeoutError():
             return ErrorReport("internal", "timeout", "timeout", safe_text(error) or "time limit exceeded")
         case _:
-            kind = safe_text(type(error).__name__, limit=200)
-            return ErrorReport("internal", "failed", kind, safe_text(error).strip() or kind)
+            return _ordinary(error)
+
+
+def _of_handler(error: BaseException) -> ErrorReport:
+    """A handler's own submit may be refused: that is an exception of the handler, not of its job."""
+    return _ordinary(error) if isinstance(error, UnknownJob | InvalidParams) else report(error)
+
+
+def _ordinary(error: BaseException) -> ErrorReport:
+    kind = safe_text(type(error).__name__, limit=200)
+    return ErrorReport("internal", "failed", kind, safe_text(error).strip() or kind)
 
 
 def _envelope(job: Job, value: object) -> tuple[object, UUID | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import uuid
@@ -13,6 +14,8 @@ from typing import Any
 from uuid import UUID
 
 from bridge.lifecycle import EventKind, Status
+
+_INSTANT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:?\d\d(:?\d\d(\.\d{1,6})?)?)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ class Ticket:
         job_id, scheduled_at = args
         if not isinstance(job_id, str) or not isinstance(scheduled_at, str):
             raise ValueError("id and scheduled_at are not both text")
+        if not _INSTANT.fullmatch(scheduled_at):
+            raise ValueError("scheduled_at is not an ISO 8601 instant with a zone, of at most six decimals")
         try:
             found, instant = UUID(job_id), datetime.fromisoformat(scheduled_at)
         except ValueError:

@@ -127,7 +127,7 @@ class Runner:
             params = definition.load(job.params)
         except InvalidParams as error:
             logger.error("job %s (%s): bad params (%s); failed, not retried", job.id, job.name, error.fields)
-            return judge_error(job, definition, error, longest=longest)
+            return Fail(report(error))
         try:
             with progress.running(job, run):
                 value = definition.handler(job.context, params)

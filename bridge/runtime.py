@@ -88,7 +88,7 @@ def declare(declared: Declared) -> None:
     """
     with _record.lock:
         known = _record.declared.get(declared.name)
-        if known is not None and _place(known.handler) != _place(declared.handler):
+        if known is not None and not _same(known.handler, declared.handler):
             raise DuplicateJob(
                 f"Two handlers are named {declared.name!r}: {_place(known.handler)} and {_place(declared.handler)}. "
                 "Rename one."
@@ -147,6 +147,11 @@ def running(bridge: Bridge) -> Iterator[None]:
         yield
     finally:
         _running.reset(token)
+
+
+def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """A module that is reloaded makes the same function once more."""
+    return _place(one) == _place(other) and getattr(one, "__code__", None) == getattr(other, "__code__", None)
 
 
 def _place(handler: Callable[..., Any]) -> str:

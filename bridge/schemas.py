@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
-from marshmallow import Schema, ValidationError, fields
+from marshmallow import Schema, ValidationError, fields, missing
 
-from bridge.encoding import MAX_BYTES, check_plain
+from bridge.encoding import MAX_BYTES, MAX_DEPTH, check_plain
 from bridge.errors import EncodingError, InvalidJob, InvalidParams
 
 
@@ -34,11 +37,14 @@ def codec(schema: object, *, job: str) -> Codec:
         raise InvalidJob(
             f"Job {job!r}: schema takes a marshmallow Schema class or instance (not many=True), not {schema!r}"
         )
-    if hidden := sorted(found.load_only):
+    if hidden := sorted(name for name, each in found.fields.items() if each.load_only):
         raise InvalidJob(
             f"Job {job!r}: field {hidden[0]!r} of its schema is load_only, so submit could never write it. "
             "Remove load_only."
         )
+    for each in found.fields.values():
+        if isinstance(each.load_default, list | dict | set):
+            each.load_default = partial(deepcopy, each.load_default)
     return Codec(load=lambda text: _load(found, _decode(text)), dump=lambda params: _dump(found, params))
 
 
@@ -75,21 +81,41 @@ def _load(schema: Schema, raw: object) -> Any:
         raise InvalidParams(f"the schema raised {kind}: {error}", fields=f"the schema raised {kind}") from error
 
 
+class _Given(dict[Any, Any]):
+    """Params as marshmallow's dump reads them: for an absent key it would look at dict's own methods."""
+
+    def __missing__(self, key: object) -> Any:
+        return missing
+
+
 def _dump(schema: Schema, params: object) -> str:
-    if isinstance(params, Mapping):
-        _refuse_unknown(schema, params, "")
+    params = _checked(schema, params, "", 0)
     try:
         raw = schema.dump(params)
     except Exception as error:  # marshmallow lets a field's own exception through
-        where = _culprit(schema, params)
-        raise InvalidParams(f"{where}: cannot be written as JSON ({type(error).__name__}: {error})") from None
+        where, kind = _culprit(schema, params), type(error).__name__
+        raise InvalidParams(f"{where}: cannot be written as JSON ({kind}: {error})", fields=where) from None
     try:
-        check_plain(raw)
+        check_plain(raw := _json(raw, 0))
     except EncodingError as error:
         raise InvalidParams(str(error)) from None
     text = _bounded(raw)
     _load(schema, _decode(text))  # what is written now must be what a worker can read later
     return text
+
+
+def _json(value: Any, depth: int) -> Any:
+    """What marshmallow's own fields leave in Python: Decimal, Tuple, and the keys of a Dict."""
+    if depth > MAX_DEPTH:
+        return value  # check_plain refuses it
+    match value:
+        case Decimal():
+            return str(value)
+        case dict():
+            return {str(key) if type(key) is int else key: _json(item, depth + 1) for key, item in value.items()}
+        case list() | tuple():
+            return [_json(item, depth + 1) for item in value]
+    return value
 
 
 def _bounded(raw: object) -> str:
@@ -102,38 +128,49 @@ def _bounded(raw: object) -> str:
     return text
 
 
-def _refuse_unknown(schema: Schema, params: Mapping[Any, Any], prefix: str) -> None:
+def _checked(schema: Schema, params: object, prefix: str, depth: int) -> object:
     """marshmallow's dump drops what it does not know, silently; a submit must not."""
+    if depth > MAX_DEPTH:
+        raise InvalidParams(f"params are nested deeper than {MAX_DEPTH} levels (or contain themselves)")
     known = {(each.attribute or name): each for name, each in schema.fields.items()}
-    for key, value in params.items():
-        if key not in known:
-            raise InvalidParams(
-                f"{prefix}{key}: no such field in {type(schema).__name__}, which has: {', '.join(sorted(known))}"
-            )
-        for inner, item, path in _nested(known[key], value, f"{prefix}{key}"):
-            _refuse_unknown(inner, item, f"{path}.")
-        naive = isinstance(known[key], fields.DateTime) and not isinstance(known[key], fields.NaiveDateTime)
-        if naive and getattr(value, "utcoffset", lambda: 0)() is None:
-            raise InvalidParams(
-                f"{prefix}{key}: a datetime without zone means another instant on every machine: "
-                "give it tzinfo, or use fields.NaiveDateTime"
-            )
+    if isinstance(params, Mapping):
+        for key in params:
+            if key not in known:
+                raise InvalidParams(
+                    f"{prefix}{key}: no such field in {type(schema).__name__}, which has: {', '.join(sorted(known))}"
+                )
+        return _Given({key: _value(known[key], item, f"{prefix}{key}", depth) for key, item in params.items()})
+    if params is None or isinstance(params, str | bytes | int | float | list | tuple | set | frozenset):
+        raise InvalidParams(
+            f"{prefix.rstrip('.') or 'params'}: a {type(params).__name__} has no fields: give a mapping, "
+            f"or an object with the fields of {type(schema).__name__}"
+        )
+    for key, each in known.items():
+        _value(each, getattr(params, key, None), f"{prefix}{key}", depth)
+    return params
 
 
-def _nested(each: fields.Field[Any], value: object, path: str) -> Iterator[tuple[Schema, Mapping[Any, Any], str]]:
+def _value(each: Any, value: object, path: str, depth: int) -> object:
+    if each.load_only:
+        raise InvalidParams(f"{path}: is load_only, so submit could never write it")
     match each, value:
-        case fields.Nested(), Mapping():
-            yield each.schema, value, path
+        case _, None:
+            return value
         case fields.Nested(many=True), list() | tuple():
-            for index, item in enumerate(value):
-                if isinstance(item, Mapping):
-                    yield each.schema, item, f"{path}[{index}]"
+            return [_checked(each.schema, item, f"{path}[{index}].", depth + 1) for index, item in enumerate(value)]
+        case fields.Nested(), _ if not isinstance(each, fields.Pluck):
+            return _checked(each.schema, value, f"{path}.", depth + 1)
         case fields.List(), list() | tuple():
-            for index, item in enumerate(value):
-                yield from _nested(each.inner, item, f"{path}[{index}]")
+            return [_value(each.inner, item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
         case fields.Dict(), Mapping() if each.value_field is not None:
-            for key, item in value.items():
-                yield from _nested(each.value_field, item, f"{path}.{key}")
+            return {key: _value(each.value_field, item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        case fields.DateTime(), _ if not isinstance(each, fields.NaiveDateTime):
+            if getattr(value, "utcoffset", lambda: 0)() is None:
+                raise InvalidParams(
+                    f"{path}: a datetime without zone means another instant on every machine: "
+                    "give it tzinfo, or use fields.NaiveDateTime"
+                )
+    return value
 
 
 def _culprit(schema: Schema, params: object) -> str:

@@ -36,7 +36,7 @@ def duration(value: object) -> timedelta:
 def _whole(low: int, high: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         text = str(value).strip()
-        if not (text.isascii() and text.isdigit() and low <= int(text[:20]) <= high):
+        if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
             raise ValueError(f"is not a whole number from {low} to {high}")
         return int(text)
 
@@ -90,7 +90,9 @@ def _tenant(value: object) -> str:
 
 
 def _setting(env: str, key: str, parse: Callable[[object], Any], default: object, *, secret: bool = False) -> Any:
-    return field(default=cast(Any, default), metadata={"env": env, "key": key, "parse": parse, "secret": secret})
+    return field(
+        default=cast(Any, default), repr=not secret, metadata={"env": env, "key": key, "parse": parse, "secret": secret}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,10 +116,12 @@ class Submission:
             tenant=self.settings.tenant,
             name=definition.name,
             params=params,
-            queue=_queue(definition.queue if options.queue is None else options.queue),
+            queue=check_queue(definition.queue if options.queue is None else options.queue),
             label=_label(options.label),
-            priority=_whole("priority", options.priority, definition.priority, -32768, 32767),
-            max_retries=_whole("max_retries", options.max_retries, definition.max_retries, 0, 100_000),
+            priority=check_priority(definition.priority if options.priority is None else options.priority),
+            max_retries=check_max_retries(
+                definition.max_retries if options.max_retries is None else options.max_retries
+            ),
             delay=_duration("delay", options.delay),
             expires_in=None if expires is None else _duration("expires_in", expires),
             profile_id=_optional("profile_id", options.profile_id),
@@ -179,16 +181,26 @@ def _duration(name: str, value: int | timedelta) -> timedelta:
         raise InvalidJob(str(error)) from None
 
 
-def _whole(name: str, value: int | None, default: int, low: int, high: int) -> int:
-    found = default if value is None else value
-    if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= high:
-        raise InvalidJob(f"{name} is a whole number from {low} to {high}, not {str(found)[:80]!r}")
-    return found
+def check_priority(value: object) -> int:
+    """A job's priority: -32768 to 32767, higher first, or InvalidJob."""
+    return _whole("priority", value, -32768, 32767)
 
 
-def _queue(value: str) -> str:
+def check_max_retries(value: object) -> int:
+    """How often a job may run again: 0 to 100,000, or InvalidJob: a job without a limit has no budget."""
+    return _whole("max_retries", value, 0, 100_000)
+
+
+def check_queue(value: object) -> str:
+    """A logical queue's name as every broker takes it, or InvalidJob."""
     if not isinstance(value, str) or not _QUEUE.fullmatch(value):
         raise InvalidJob(f"queue is 1 to 150 of the characters A-Z a-z 0-9 _ . : -, not {str(value)[:80]!r}")
+    return value
+
+
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidJob(f"{name} is a whole number from {low} to {high}, not {str(value)[:80]!r}")
     return value
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
@@ -9,7 +11,6 @@ from uuid import UUID
 import celery
 from celery.exceptions import Retry as CeleryRetry
 from celery.exceptions import SoftTimeLimitExceeded
-from celery.local import Proxy
 
 from bridge import runtime
 from bridge.delivery import EVENTS, RUN_HEADER, WORKER_HEADER, Skipped
@@ -19,6 +20,7 @@ from bridge.outcome import TimeLimit
 from bridge.records import Definition, Run, Ticket
 from bridge.runner import Verdict
 from bridge.schemas import codec
+from bridge.submission import check_max_retries, check_priority, check_queue
 
 
 class JobFailed(Exception):
@@ -99,20 +101,24 @@ class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type:
         )
 
 
-class JobProxy(Proxy):  # type: ignore[misc]  # untyped in celery-types
+class JobHandle:
     """What @job leaves in the place of a handler: called, it is the handler; asked, it is the current app's task."""
 
-    __slots__ = ("__handler",)
-
     def __init__(self, handler: Callable[..., Any], find: Callable[[], Any]) -> None:
-        super().__init__(find)
-        object.__setattr__(self, "_JobProxy__handler", handler)
+        functools.update_wrapper(self, handler)
+        self._find = find
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return object.__getattribute__(self, "_JobProxy__handler")(*args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """A public attribute is the task's; looking at a handler must not make an app."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._find(), name)
 
 
-def declare(name: str, handler: Callable[..., Any], find: Callable[[str], Any], options: dict[str, Any]) -> JobProxy:
+def declare(name: str, handler: Callable[..., Any], find: Callable[[str], Any], options: dict[str, Any]) -> JobHandle:
     """Make a job of a handler; see `bridge.job`.
 
     Raises:
@@ -121,8 +127,12 @@ def declare(name: str, handler: Callable[..., Any], find: Callable[[str], Any], 
     """
     if not callable(handler):
         raise InvalidJob(f"@job({name!r}) goes onto a function of (context, params)")
+    if inspect.iscoroutinefunction(handler) or inspect.isgeneratorfunction(handler):
+        raise InvalidJob(f"Job {name!r}: a handler is a plain function, not async and without yield")
     _check_name(name)
-    codec(options["schema"], job=name)  # refuse a bad schema here, not in a worker
+    # refused here, not in a worker or at the first submit
+    codec(options["schema"], job=name)
+    _check_defaults(name, options["job_queue"], options["job_priority"], options["max_retries"])
 
     def register(app: Any) -> None:
         known = app._tasks.get(name)
@@ -130,26 +140,34 @@ def declare(name: str, handler: Callable[..., Any], find: Callable[[str], Any], 
             app.task(name=name, base=JobTask, shared=False, **options)(handler)
 
     runtime.declare(runtime.Declared(name, handler, register))
-    return JobProxy(handler, lambda: find(name))
+    return JobHandle(handler, lambda: find(name))
 
 
 def _define(task: JobTask) -> Definition:
     name = task.name or ""
     _check_name(name)
     found = codec(task.schema, job=name)
-    if not isinstance(task.max_retries, int):
-        raise InvalidJob(f"Job {name!r}: max_retries is a whole number; a job without a limit has no budget")
+    queue, priority, max_retries = _check_defaults(
+        name, getattr(task, "queue", None) or task.job_queue, task.job_priority, task.max_retries
+    )
     return Definition(
         name=name,
         handler=_in_our_words(task.run),
         load=found.load,
         dump=found.dump,
-        queue=task.job_queue,
-        priority=task.job_priority,
-        max_retries=task.max_retries,
+        queue=queue,
+        priority=priority,
+        max_retries=max_retries,
         retry_lost=task.retry_lost,
         retry_on_error=task.retry_on_error,
     )
+
+
+def _check_defaults(name: str, queue: object, priority: object, max_retries: object) -> tuple[str, int, int]:
+    try:
+        return check_queue(queue), check_priority(priority), check_max_retries(max_retries)
+    except InvalidJob as error:
+        raise InvalidJob(f"Job {name!r}: {error}") from None
 
 
 def _check_name(name: str) -> None:
