@@ -15,18 +15,35 @@ from bridge.api import (
     submit,
     submit_many,
 )
-from bridge.errors import Interrupted, Retry
+from bridge.errors import (
+    BridgeError,
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailable,
+    Interrupted,
+    InvalidJob,
+    InvalidParams,
+    Retry,
+    UnknownJob,
+)
 from bridge.lifecycle import user_status as _user_status
 from bridge.records import Completion, Context, Job
 from bridge.task import JobTask
 
 __all__ = [
+    "BridgeError",
     "Completion",
+    "ConfigurationError",
     "Context",
+    "DatabaseError",
+    "DatabaseUnavailable",
     "Interrupted",
+    "InvalidJob",
+    "InvalidParams",
     "Job",
     "JobTask",
     "Retry",
+    "UnknownJob",
     "asubmit",
     "cancel",
     "get_events",

