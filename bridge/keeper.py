@@ -215,6 +215,9 @@ class Keeper:
             except DatabaseError as error:
                 logger.error("keeper: PostgreSQL refused a write (%s); the lease will end the run", error)
                 done = True
+            except Exception:  # one errand must not keep the others waiting for ever
+                logger.exception("keeper: an errand failed; the lease will end its run")
+                done = True
             self._errands.popleft()
             if not done:
                 self._errands.append(errand)

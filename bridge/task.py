@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 import celery
+from billiard.pool import soft_timeout_sighandler
 from celery.exceptions import Retry as CeleryRetry
 from celery.exceptions import SoftTimeLimitExceeded
 
@@ -87,7 +90,7 @@ class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type:
         ticket = Ticket.parse(args)
         run = Run(UUID(run_id), self.request.__dict__.get(WORKER_HEADER) or "")
         bridge = runtime.of(self.app)
-        with runtime.running(bridge):
+        with runtime.running(bridge), _soft_limit_waits():
             _answer(bridge.runner.run(ticket, run, self.definition))
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,11 +183,46 @@ def _in_our_words(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(context: Any, params: Any) -> Any:
         try:
-            return handler(context, params)
+            with _soft_limit_acts():
+                return handler(context, params)
         except SoftTimeLimitExceeded as error:
             raise TimeLimit("soft time limit exceeded") from error
 
     return call
+
+
+_SOFT_LIMIT = {signal.SIGUSR1}
+
+
+@contextmanager
+def _soft_limit_waits() -> Iterator[None]:
+    """Keep the soft limit, a signal that raises wherever it arrives, out of the claim and the outcome's write.
+
+    What arrives after the handler is dropped: it would be raised in the next job's.
+    """
+    if signal.getsignal(signal.SIGUSR1) is not soft_timeout_sighandler:  # not a child of the prefork pool
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SOFT_LIMIT)
+    try:
+        yield
+    finally:
+        while signal.SIGUSR1 in signal.sigpending():
+            signal.sigwait(_SOFT_LIMIT)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SOFT_LIMIT)
+
+
+@contextmanager
+def _soft_limit_acts() -> Iterator[None]:
+    """Inside a handler that a delivery called, let the soft limit through; both calls raise what is pending."""
+    if signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        yield
+        return
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SOFT_LIMIT)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SOFT_LIMIT)
 
 
 def _answer(verdict: Verdict) -> None:

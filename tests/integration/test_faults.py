@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from bridge.database import Database
 from bridge.embedded import Servers
 from bridge.migrating import migrate
 from tests.conftest import SIDE_TABLES
-from tests.support import Side, Stack, depth, purge, stays, until
+from tests.support import Side, Stack, broker, depth, purge, stays, until
 
 
 @pytest.fixture
@@ -135,22 +136,31 @@ def test_two_dispatchers_share_one_window(stack: Stack, side: Side) -> None:
     assert [each.end() for each in dispatchers] == [0, 0]
 
 
-def test_a_queue_that_the_broker_refuses_is_set_aside_alone(stack: Stack, side: Side) -> None:
-    """On Redis a key that is no list; others flow on, and the rows come back when the key is gone."""
-    from tests.support import broker
+@contextmanager
+def refused_queue(url: str, name: str) -> Iterator[None]:
+    """A queue that nobody can publish to: on Redis a key that is no list, on RabbitMQ one declared otherwise."""
+    with broker(url) as connection:
+        channel = connection.channel()
+        if connection.transport.driver_type == "redis":
+            channel.client.set(name, "not a list")
+            yield
+            channel.client.delete(name)
+        else:
+            channel.queue_declare(name, durable=False, auto_delete=False)
+            yield
+            channel.queue_delete(name)
 
-    with broker(stack.broker_url) as connection:
-        client = connection.channel().client
-        client.set("refused", "not a list")
+
+def test_a_queue_that_the_broker_refuses_is_set_aside_alone(stack: Stack, side: Side) -> None:
+    with refused_queue(stack.broker_url, "refused"):
         worker = stack.worker("-Q", "test,other")
         refused = [side.insert("plain", queue="refused") for _ in range(3)]
         flowing = [side.insert("plain") for _ in range(5)]
         until(lambda: {side.status(job_id) for job_id in flowing} == {"completed"}, what=lambda: worker.tail)
-        assert {side.status(job_id) for job_id in refused} == {"new"}
         worker.says("queue refused cannot be published")
+        assert {side.status(job_id) for job_id in refused} == {"new"}
         assert worker.log.count("queue refused cannot be published") == 1
-        client.delete("refused")
-        until(lambda: {side.status(job_id) for job_id in refused} == {"scheduled"}, what=lambda: worker.tail)
+    until(lambda: {side.status(job_id) for job_id in refused} == {"scheduled"}, what=lambda: worker.tail)
 
 
 def test_c09_a_warm_stop_leaves_what_was_reserved_pending(stack: Stack, side: Side) -> None:

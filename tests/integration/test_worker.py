@@ -141,6 +141,23 @@ def test_c23_a_hard_time_limit_is_a_failure_of_the_job(stack: Stack, side: Side)
     assert side.events(hard) == [("start", {"attempt": 1}), ("end", {"outcome": "failed"})]
 
 
+def test_c24_a_soft_limit_does_not_hit_the_bookkeeping(stack: Stack, side: Side) -> None:
+    """The handler ends in time; its outcome takes longer than the limit to be written."""
+    side.conn.execute(
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(2); RETURN NEW; END $$;"
+        "CREATE TRIGGER slow BEFORE INSERT ON job_event FOR EACH ROW WHEN (NEW.kind = 'end') EXECUTE FUNCTION slow()"
+    )
+    worker = stack.worker(concurrency=1)
+    in_time = side.insert("soft-limited", params={"stop": True})
+    until(lambda: side.status(in_time) == "completed", what=lambda: worker.tail)
+    side.conn.execute("DROP TRIGGER slow ON job_event")
+    after = [side.insert("naps", params={"seconds": 1}) for _ in range(2)]
+    until(lambda: {side.status(each) for each in after} == {"completed"}, what=lambda: worker.tail)
+    too_long = side.insert("soft-limited", max_retries=0)
+    until(lambda: side.status(too_long) == "failed")
+    assert side.row(too_long)["error"]["code"] == "timeout"
+
+
 def test_a_second_delivery_whose_child_is_killed_leaves_the_first_run_alone(stack: Stack, side: Side) -> None:
     """Two workers, one ticket delivered twice; the second's child is stopped on the row's lock and killed."""
     first = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
