@@ -9,7 +9,7 @@ from typing import Any
 
 from celery import Celery, bootsteps, signals
 
-from bridge import runtime
+from bridge import envelope, runtime
 from bridge.dispatcher import Dispatcher
 from bridge.errors import BridgeError, DatabaseUnavailable
 from bridge.migrating import check
@@ -98,9 +98,11 @@ _chosen_queues: dict[int, bool] = {}
 
 
 @signals.celeryd_init.connect(weak=False)
-def _note_queues(instance: Any = None, options: Any = None, **_: object) -> None:
-    """Before -Q is applied: remember whether it was given."""
-    _chosen_queues[id(instance)] = bool((options or {}).get("queues"))
+def _before_init(instance: Any = None, options: Any = None, **_: object) -> None:
+    """Before -Q is applied, and before the first connection: remember whether it was given, guard the broker."""
+    if runtime.is_installed(instance.app):
+        envelope.use()
+        _chosen_queues[id(instance)] = bool((options or {}).get("queues"))
 
 
 @signals.worker_init.connect(weak=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import bridge
 from bridge import ledger, runtime
 from bridge.records import Run, Ticket, new_id
 from bridge.runner import Verdict
-from tests.support import Side, Stack, send, until
+from tests.support import Side, Stack, broker, send, until
 
 ECHO = {"object": "snapshot", "deleted_at": "2026-01-01T00:00:00+00:00", "id": "0199b1a7-0000-7000-8000-000000000000"}
 RETRY_ERROR = {"type": "retry", "code": "failed", "hint": "transient failure", "ex_type": "retry"}
@@ -249,6 +250,29 @@ def test_r15_malformed_payloads_are_skipped(stack: Stack, side: Side) -> None:
     assert side.row(job_id)["started_at"] is None
     send(stack.broker_url, "plain", side.ticket(job_id))
     until(lambda: side.status(job_id) == "completed", what="the worker lives on")
+    assert worker.end() == 0
+
+
+NO_MESSAGE = [b"not-json", b"\xff\xfe", b"[1, 2]", b"{}", b"null", b'{"body": "x"}', b'{"properties": {}}']
+BAD_CODEC = {"body": "x", "properties": {"delivery_tag": "1", "body_encoding": "zip", "delivery_info": {}}}
+
+
+def test_r15_raw_items_on_the_list_are_skipped(stack: Stack, side: Side) -> None:
+    """What is no envelope at all; it kills a plain Celery worker."""
+    worker = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
+    with broker(stack.broker_url) as connection:
+        if connection.transport.driver_type == "redis":
+            for item in (*NO_MESSAGE, json.dumps(BAD_CODEC).encode()):
+                connection.channel().client.lpush("test", item)
+        # a whole envelope around a body that does not decode, which every broker can carry
+        headers = {"task": "plain", "id": str(uuid4()), "lang": "py"}
+        connection.Producer().publish(
+            b"not-json", "test", content_type="application/json", content_encoding="utf-8", headers=headers
+        )
+    job_id = side.insert("plain")
+    send(stack.broker_url, "plain", side.ticket(job_id))
+    until(lambda: side.status(job_id) == "completed", what=lambda: worker.tail)
+    assert len(side.rows("SELECT FROM received")) == 1
     assert worker.end() == 0
 
 
