@@ -28,13 +28,18 @@ def plugin(context: click.Context) -> None:
 
 
 @click.command()
+@click.option("--sql", is_flag=True, help="Print the SQL instead, for a database without tables of ours.")
 @click.pass_obj
-def migrate(found: Any) -> None:
+def migrate(found: Any, sql: bool) -> None:
     """Bring the database to the tables that this version needs."""
     with _sentences():
         from bridge.database import Database
         from bridge.migrating import migrate as apply
+        from bridge.migrating import script
 
+        if sql:
+            click.echo(script(), nl=False)
+            return
         version = apply(Database(_bridge(found).settings.database, name="bridge-migrate"))
         click.echo(f"The database is at schema version {version}.")
 

@@ -21,6 +21,13 @@ from bridge.sql import statement
 # Any number that nobody else uses; the lock makes ten processes that migrate at once take turns.
 _LOCK = 7_242_010_931
 
+_VERSION_TABLE = """\
+CREATE TABLE bridge_version (
+    version_num varchar(32) NOT NULL,
+    CONSTRAINT bridge_version_pkc PRIMARY KEY (version_num)
+);
+"""
+
 
 def migrate(database: Database) -> str:
     """Apply what is missing, in one transaction; returns the version.
@@ -49,6 +56,15 @@ def migrate(database: Database) -> str:
     return head
 
 
+def script() -> str:
+    """All versions as SQL to read, or to run with psql in one transaction, the version table included."""
+    parts = [_VERSION_TABLE]
+    for each in reversed(_versions(_config())):
+        parts += [f"-- Version {each.revision}", Path(each.path).with_suffix(".sql").read_text()]
+    parts.append(f"INSERT INTO bridge_version (version_num) VALUES ('{each.revision}');\n")  # noqa: S608 -- ours
+    return "\n".join(["BEGIN;\n", *parts, "COMMIT;\n"])
+
+
 def check(conn: Connection) -> None:
     """Refuse to start on tables that are not those of this version.
 
@@ -66,12 +82,17 @@ def check(conn: Connection) -> None:
 
 
 def _refuse_foreign(config: Config, conn: Connection) -> None:
-    with translated():
-        found = conn.cursor(row_factory=dict_row).execute(statement("schema")).fetchone() or {}
-    version = _version(conn) if found["versioned"] else None
+    found = _one(conn, statement("schema"))
+    if found["name"] is None:
+        raise SchemaError(
+            "The search_path of the database address names no schema that exists: create it, "
+            'for example with psql -c "CREATE SCHEMA bridge"'
+        )
+    version = _version(conn)
     if version is None and found["has_job"]:
         raise SchemaError(
-            "The database already holds a table 'job' that the bridge did not make; it was not touched. "
+            f"The schema {found['name']!r} already holds a table 'job' that the bridge did not make; "
+            "it was not touched. "
             "Use another database, or another schema by a search_path: "
             "postgresql://…/db?options=-csearch_path%3Dbridge"
         )
@@ -83,11 +104,12 @@ def _refuse_foreign(config: Config, conn: Connection) -> None:
 
 
 def _version(conn: Connection) -> str | None:
+    return _one(conn, statement("version")).get("version") if _one(conn, statement("schema"))["versioned"] else None
+
+
+def _one(conn: Connection, query: str) -> dict[str, Any]:
     with translated():
-        if conn.execute("SELECT to_regclass('bridge_version')").fetchone() == (None,):
-            return None
-        row = conn.execute("SELECT version_num FROM bridge_version").fetchone()
-    return row[0] if row else None
+        return conn.cursor(row_factory=dict_row).execute(query).fetchone() or {}
 
 
 def _versions(config: Config) -> list[Any]:

@@ -1,4 +1,9 @@
--- schema: the version of the tables that this connection sees, and whether a table job is there at all
+-- schema: what stands in the schema where the tables would be made: our version table, and any table job
 SELECT
-    to_regclass('bridge_version') IS NOT NULL AS versioned,
-    to_regclass('job') IS NOT NULL AS has_job
+    current_schema() AS name,
+    EXISTS (
+        SELECT FROM pg_class WHERE relname = 'bridge_version' AND relnamespace = current_schema()::regnamespace
+    ) AS versioned,
+    EXISTS (
+        SELECT FROM pg_class WHERE relname = 'job' AND relnamespace = current_schema()::regnamespace
+    ) AS has_job
