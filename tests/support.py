@@ -187,6 +187,7 @@ class Stack:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
+    python: str = sys.executable
 
     def __enter__(self) -> Stack:
         return self
@@ -227,9 +228,7 @@ class Stack:
         }
         path = self.folder / f"process-{len(self.processes)}.log"
         with path.open("wb") as log:
-            popen = subprocess.Popen(
-                [sys.executable, *command], env=environment, stdout=log, stderr=log, cwd=self.folder
-            )
+            popen = subprocess.Popen([self.python, *command], env=environment, stdout=log, stderr=log, cwd=self.folder)
         process = Process(popen, path)
         self.processes.append(process)
         return process
