@@ -20,7 +20,7 @@ from bridge.progress import Heart
 from bridge.publishing import CeleryPublisher
 from bridge.records import Definition
 from bridge.runner import Runner
-from bridge.settings import Settings, modules
+from bridge.settings import Settings, broker_url, modules
 from bridge.submission import Submission
 from bridge.task import JobTask
 
@@ -69,7 +69,6 @@ def build(app: Celery) -> runtime.Bridge:
         SettingError: a setting is bad.
     """
     settings = Settings.load(os.environ, app.conf)
-    _point_at_broker(app, settings)
     database = Database(settings.database, size=PRODUCER_CONNECTIONS)
 
     def new_dispatcher() -> Dispatcher:
@@ -86,7 +85,7 @@ def build(app: Celery) -> runtime.Bridge:
         submission=Submission(database, settings, lambda name: definition(app, name)),
         runner=Runner(database, settings, terminate_handler_fired),
         heart=Heart(database, settings),
-        keeper=Keeper(Database(settings.database, name="bridge-keeper"), settings, worker.alive),
+        keeper=Keeper(Database(settings.database, name="bridge-keeper", lock_timeout="500ms"), settings, worker.alive),
         new_dispatcher=new_dispatcher,
     )
 
@@ -115,18 +114,25 @@ def _lay_below(sender: Celery, **_: object) -> None:
     maps = cast(list[Any], sender.conf.maps)
     if not any(each is _BELOW_THE_USERS_OWN for each in maps):
         maps.insert(len(maps) - 1, _BELOW_THE_USERS_OWN)
+    _point_at_broker(sender)
     wanted = modules(os.environ.get("BRIDGE_IMPORTS", ""))
     sender.conf.imports = tuple(dict.fromkeys((*sender.conf.imports, *wanted)))
 
 
-def _point_at_broker(app: Celery, settings: Settings) -> None:
-    if settings.broker_url is None:
+def _point_at_broker(app: Celery) -> None:
+    """BRIDGE_BROKER_URL is the broker of everything that this app does, `celery flower`, `inspect` and `purge` too."""
+    url = os.environ.get("BRIDGE_BROKER_URL")
+    if not url:
         return
+    try:
+        url = broker_url(url)
+    except ValueError as error:
+        raise SettingError(f"BRIDGE_BROKER_URL: its value {error}.") from None
     for name in ("CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL"):
         if os.environ.get(name):
             raise SettingError(f"BRIDGE_BROKER_URL and {name} are both set, and Celery would follow {name}: unset one.")
     conf: Any = app.conf
-    conf.broker_read_url = conf.broker_write_url = settings.broker_url
+    conf.broker_read_url = conf.broker_write_url = url
 
 
 def _exists(module: str) -> bool:

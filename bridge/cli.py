@@ -20,7 +20,7 @@ def main(context: click.Context, app_name: str) -> None:
     context.obj = app_name
 
 
-@click.group()
+@click.group("bridge")
 @click.pass_context
 def plugin(context: click.Context) -> None:
     """The bridge: migrate, dispatcher."""
@@ -61,8 +61,9 @@ def dispatcher(found: Any, once: bool) -> None:
             check(conn)
         loop = bridge.new_dispatcher()
         if once:
-            loop.once()
+            click.echo(f"Handed over: {loop.once()}.")
             return
+        logging.getLogger(__name__).info("dispatching for tenant %s, until stopped", bridge.settings.tenant)
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, lambda *_: loop.stop())
         loop.run()
@@ -109,8 +110,12 @@ def _bridge(found: Any) -> Any:
     from celery.app.utils import find_app
 
     from bridge import celery, runtime
+    from bridge.errors import ConfigurationError
 
     sys.path.insert(0, os.getcwd())
-    app = find_app(found) if isinstance(found, str) else found
+    try:
+        app = find_app(found) if isinstance(found, str) else found
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"The Celery app {found!r} (-A or CELERY_APP) cannot be imported: {error}") from None
     celery.install(app)
     return runtime.of(app)

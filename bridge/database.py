@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import psycopg
 from psycopg import pq, sql
@@ -40,10 +41,10 @@ _CONNECT: dict[str, Any] = {
     "keepalives_count": 3,
 }
 _SESSION = {
+    "TimeZone": "UTC",  # a time of the year 9999 has one more year's digit in the east
     "default_transaction_isolation": r"read\ committed",
     "default_transaction_read_only": "off",
     "default_transaction_deferrable": "off",
-    "lock_timeout": "5s",
     "statement_timeout": "30s",
     "idle_in_transaction_session_timeout": "60s",
 }
@@ -80,11 +81,11 @@ def ours(error: psycopg.Error) -> DatabaseError:
     """The bridge's exception for one of psycopg's."""
     first = next(iter(str(error).splitlines()), "") or type(error).__name__
     if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.UndefinedFunction):
-        return DatabaseError(f"{first}. Is the database migrated? Run: bridge migrate")
+        return DatabaseError(f"{first}. Is the database migrated? Run: python -m bridge migrate")
     return DatabaseUnavailable(first) if isinstance(error, TRANSIENT) else DatabaseError(first)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Database:
     """A source of connections to one PostgreSQL.
 
@@ -92,15 +93,20 @@ class Database:
         url: its address, or what finds it (or raises ConfigurationError); a conninfo string works too.
         size: how many connections this process may have at once; None is no limit.
         name: application_name in pg_stat_activity.
+        lock_timeout: how long a statement waits for somebody else's lock, as PostgreSQL writes it.
     """
 
     url: str | Callable[[], str] = field(repr=False)
     size: int | None = None
     name: str = "bridge"
+    lock_timeout: str = "5s"
     _idle: list[Connection] = field(default_factory=list, repr=False)
-    _pid: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _slots: threading.Semaphore | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._fresh()
+        _databases.add(self)
 
     def connect(self) -> Connection:
         """A new connection in autocommit, for a caller that keeps it.
@@ -109,7 +115,8 @@ class Database:
             ConfigurationError: the address cannot be understood.
             DatabaseUnavailable: the server does not answer, or refuses.
         """
-        options = " ".join(f"-c {key}={value}" for key, value in _SESSION.items())
+        session = {**_SESSION, "lock_timeout": self.lock_timeout}
+        options = " ".join(f"-c {key}={value}" for key, value in session.items())
         url = self.url if isinstance(self.url, str) else self.url()
         try:
             given = psycopg.conninfo.conninfo_to_dict(url)
@@ -121,7 +128,10 @@ class Database:
             options = f"{options} {given['options']}"
         settings = {"application_name": self.name, **_CONNECT, **given, "options": options}
         try:
-            return psycopg.connect("", autocommit=True, **settings)
+            conn = psycopg.connect("", autocommit=True, **settings)
+            if conn.info.parameter_status("TimeZone") != "UTC":  # PGTZ beats the options
+                conn.execute("SET TimeZone TO 'UTC'")
+            return conn
         except psycopg.Error as error:
             where = f"{given.get('host', 'the local socket')}:{given.get('port', 5432)}"
             first = next(iter(str(error).splitlines()), "")
@@ -136,8 +146,8 @@ class Database:
         Raises:
             DatabaseUnavailable, DatabaseError: ours for psycopg's, also for what the block raises.
         """
-        self._after_fork()
-        if self._slots is not None and not self._slots.acquire(timeout=10):
+        slots = self._slots
+        if slots is not None and not slots.acquire(timeout=10):
             raise DatabaseUnavailable(f"all {self.size} connections of this process have been busy for 10 seconds")
         try:
             conn = self._take()
@@ -147,8 +157,8 @@ class Database:
             finally:
                 self._give(conn)
         finally:
-            if self._slots is not None:
-                self._slots.release()
+            if slots is not None:
+                slots.release()
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -158,24 +168,20 @@ class Database:
 
     def close(self) -> None:
         """Close the idle connections; the next use opens new ones."""
-        self._after_fork()
         with self._lock:
             idle, self._idle = self._idle, []
         for conn in idle:
             conn.close()
 
-    def _after_fork(self) -> None:
+    def _fresh(self) -> None:
         """A connection belongs to the process that opened it: a child drops its parent's, unclosed and unused.
 
-        psycopg does not close a connection that is collected in another process than its own.
+        Closing it would end the parent's session. The locks are new, since a fork may copy them while held.
         """
-        if self._pid != os.getpid():
-            self._lock = threading.Lock()
-            with self._lock:
-                _inherited.extend(self._idle)
-                self._idle = []
-                self._slots = threading.BoundedSemaphore(self.size) if self.size else None
-                self._pid = os.getpid()
+        _inherited.extend(self._idle)
+        self._idle = []
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(self.size) if self.size else None
 
     def _take(self) -> Connection:
         while True:
@@ -197,6 +203,15 @@ class Database:
 
 
 _inherited: list[Connection] = []  # kept so that a child never collects them, which psycopg would warn of
+_databases: WeakSet[Database] = WeakSet()
+
+
+def _forked() -> None:
+    for database in list(_databases):
+        database._fresh()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(slots=True)
@@ -210,6 +225,13 @@ class Listener:
     channel: str
     _conn: Connection | None = None
     _silent: bool = False
+
+    def ready(self) -> None:
+        """Listen from now on, if that is possible."""
+        try:
+            self._listening()
+        except (DatabaseError, psycopg.Error) as error:
+            self._failed(error)
 
     def wait(self, seconds: float, stop: threading.Event, payload: str) -> bool:
         """Wait that long, at most, for a notification with that payload; true if one came."""

@@ -14,21 +14,54 @@ from typing import Any
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import Celery
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Retry
 from celery.worker.request import Request
 from celery.worker.state import task_ready
 from celery.worker.strategy import default
 from kombu.asynchronous import get_event_loop
 
 from bridge import runtime
+from bridge.encoding import safe_text
 from bridge.keeper import Delivery
 from bridge.lifecycle import Status
-from bridge.records import Ticket
+from bridge.records import TICKET_HEADER, Ticket
 
 logger = logging.getLogger(__name__)
 
 RUN_HEADER = "bridge_run"
 WORKER_HEADER = "bridge_worker"
+
+
+class Strategies(dict[str, Callable[..., Any]]):
+    """A consumer's strategies by task name, which let no ticket reach a task that is no job.
+
+    A row may name any task of the app, say celery.backend_cleanup; only a job may be run by one. A name that
+    is not registered, or is no text, is Celery's to report, unless its message is a ticket.
+    """
+
+    def __init__(self, consumer: Any, unknown: Callable[[Any, str], None]) -> None:
+        super().__init__()
+        self._consumer = consumer
+        self._unknown = unknown
+
+    def __getitem__(self, name: Any) -> Callable[..., Any]:
+        if isinstance(name, str) and name in self:
+            return super().__getitem__(name)
+        return self._guarded(name, None)
+
+    def __setitem__(self, name: str, handle: Callable[..., Any]) -> None:
+        super().__setitem__(name, handle if getattr(handle, "checks_tickets", False) else self._guarded(name, handle))
+
+    def _guarded(self, name: Any, handle: Callable[..., Any] | None) -> Callable[..., Any]:
+        def guarded(message: Any, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
+            if TICKET_HEADER in (message.headers or {}) and isinstance(name, str):
+                self._unknown(message, name)
+                return ack(logger, self._consumer.connection_errors)
+            if handle is None:
+                return self._consumer.on_unknown_task(body, message, KeyError(name))
+            return handle(message, body, ack, *args, **kwargs)
+
+        return guarded
 
 
 class Skipped(Ignore):
@@ -37,6 +70,14 @@ class Skipped(Ignore):
     def __init__(self, reason: str = "", event: str | None = None) -> None:
         super().__init__(reason, event)
         self.event = event
+
+
+class JobFailed(Exception):
+    """What Celery is told of a failed job: the class and the hint of its error. The row says more."""
+
+
+class Unsettled(Exception):
+    """The child could not claim or write the outcome for good; its main process closes the run."""
 
 
 def strategy(task: Any, app: Celery, consumer: Any, **options: Any) -> Callable[..., Any]:
@@ -51,6 +92,7 @@ def strategy(task: Any, app: Celery, consumer: Any, **options: Any) -> Callable[
             return ack(logger, consumer.connection_errors)
         return handle(message, body, ack, reject, callbacks, **kwargs)
 
+    checked.checks_tickets = True  # type: ignore[attr-defined]  # read by Strategies
     return checked
 
 
@@ -67,14 +109,34 @@ def _ticket(message: Any) -> Ticket:
     if not (isinstance(payload, list | tuple) and len(payload) == 3):
         raise ValueError("its body is not [args, kwargs, embed]")
     args, kwargs, embed = payload
-    if kwargs != {} or not (embed is None or isinstance(embed, dict)):
+    if kwargs != {} or not (embed is None or (isinstance(embed, dict) and not any(embed.values()))):
         raise ValueError("its body carries more than a ticket")
     ticket = Ticket.parse(args)
     if message.headers.get("id") != str(ticket.job_id):
         raise ValueError("its header names another id")
-    if message.headers.get("eta") or message.headers.get("expires"):
-        raise ValueError("it carries an eta or expires; the row's scheduled_at decides")
+    # How a job runs is said by its task and its row: whatever else Celery would read from a message is set.
+    message.headers.update(_HEADERS)
+    for name in ("argsrepr", "kwargsrepr", "origin"):
+        message.headers[name] = safe_text(message.headers.get(name) or "", limit=200)
+    if not isinstance(message.headers.get("retries"), int):
+        message.headers["retries"] = 0
     return ticket
+
+
+_HEADERS: dict[str, Any] = {
+    "eta": None,
+    "expires": None,
+    "timelimit": [None, None],
+    "shadow": None,
+    "group": None,
+    "group_index": None,
+    "root_id": None,
+    "parent_id": None,
+    "ignore_result": True,
+    "replaced_task_nesting": 0,
+    "stamped_headers": None,
+    "stamps": {},
+}
 
 
 class DeliveredRequest(Request):  # type: ignore[misc]  # untyped in celery-types
@@ -117,8 +179,14 @@ class DeliveredRequest(Request):  # type: ignore[misc]  # untyped in celery-type
             error = error.exc
         if isinstance(error, Skipped):
             return self._skip(error)
-        if return_ok:
+        if isinstance(error, Unsettled):
+            self._keeper.unsettled(self._delivery, f"it could not be carried out: {error}", self._tell)
+            send_failed_event = False
+        elif return_ok and isinstance(error, JobFailed | Retry):
             self._keeper.done(self._delivery)
+        elif return_ok:  # Celery's own machinery failed around the run
+            self._keeper.unsettled(self._delivery, f"it could not be carried out: {type(error).__name__}", self._tell)
+            send_failed_event = False
         elif self._cancelled:
             self._keeper.released(self._delivery)
         elif isinstance(error, TimeLimitExceeded):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from bridge.database import Database
 from bridge.embedded import Servers
@@ -34,9 +39,57 @@ def run(command: Sequence[str]) -> int:
             "BRIDGE_BROKER_URL": servers.broker_url,
             "PATH": f"{servers.programs}{os.pathsep}{os.environ.get('PATH', '')}",  # psql of the same version
         }
-        child = subprocess.Popen(list(command) or [os.environ.get("SHELL", "/bin/sh")], env=environment)
-        code = _wait(child)
+        _adopt_orphans()
+        code = _run(list(command), environment)
+        _end_children(spare={each.pid for each in (servers.postgres, servers.valkey) if each})
     return code if code >= 0 else 128 - code
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    if not command:
+        command = [os.environ.get("SHELL", "/bin/sh")]
+        print(
+            "PostgreSQL 18 and Valkey run, migrated; BRIDGE_DATABASE_URL and BRIDGE_BROKER_URL are set.\n"
+            '"exit" ends this shell, what it started, and the servers.',
+            flush=True,
+        )
+    try:
+        return _wait(subprocess.Popen(command, env=environment))
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+
+
+def _adopt_orphans() -> None:
+    """A worker that the shell left in the background becomes our child (Linux, PR_SET_CHILD_SUBREAPER)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1)
+
+
+def _end_children(*, spare: set[int]) -> None:
+    """End what the command left behind, before its servers go: SIGTERM, then after a bound SIGKILL."""
+    for how, seconds in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
+        deadline = time.monotonic() + seconds
+        told: set[int] = set()
+        while (left := _children() - spare) and time.monotonic() < deadline:
+            for pid in left - told:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, how)
+            told |= left
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.05)
+
+
+def _children() -> set[int]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                found.add(int(stat.parent.name))
+    return found
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:

@@ -51,7 +51,7 @@ class Publisher(Protocol):
         """The messages that wait in a queue, or PublishError."""
 
     def announce_revoked(self, job_ids: Sequence[UUID]) -> None:
-        """Tell Celery's monitors that these jobs are called off; best effort."""
+        """Tell Celery's monitors that these jobs, if any, are called off; best effort."""
 
     def close(self) -> None:
         """Drop the connection."""
@@ -63,6 +63,22 @@ class _Aside:
 
     until: float = 0.0
     pause: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A queue as it was at a time: the broker's messages, and the newest rows that were handed over."""
+
+    at: datetime
+    depth: int
+    newest: dict[UUID, datetime]
+
+
+def _newest_of_age(samples: deque[_Sample], before: datetime) -> _Sample | None:
+    """The newest sample that is not younger; the older ones are dropped."""
+    while len(samples) > 1 and samples[1].at <= before:
+        samples.popleft()
+    return samples[0] if samples[0].at <= before else None
 
 
 @dataclass(slots=True)
@@ -84,16 +100,19 @@ class Dispatcher:
     _asleep: bool | None = None
     _marked_at: float = float("-inf")
     _aside: dict[str, _Aside] = field(default_factory=dict)
-    _samples: dict[str, deque[tuple[datetime, int]]] = field(default_factory=dict)
+    _samples: dict[str, deque[_Sample]] = field(default_factory=dict)
     _uncounted: set[str] = field(default_factory=set)
-    _contact: tuple[float, float] | None = None
+    _contact: tuple[datetime, datetime] | None = None  # since when, and when last
+    _suspects: set[tuple[UUID, UUID | None]] = field(default_factory=set)
     _swept: dict[str, float] = field(default_factory=dict)
     _seen_event: int | None = None
     _trouble: str = ""
     _streak: int = 0
     _last_rows: float = float("-inf")
+    _handed_over: int = 0
     _crowded: bool = False
     _full: bool = False
+    _broker_gone: bool = False
 
     def start(self) -> None:
         """Run the loop in a thread."""
@@ -126,11 +145,22 @@ class Dispatcher:
                 pause = self._pause_limit()
         self._end()
 
-    def once(self) -> None:
-        """Turn until nothing is due any more, without a loop; errors are the caller's."""
+    def once(self) -> int:
+        """Turn until nothing is due any more, without a loop.
+
+        Returns:
+            How many rows were handed over.
+
+        Raises:
+            PublishError: the broker refuses a queue; the others were handed over.
+            DatabaseUnavailable: PostgreSQL does not answer.
+        """
         try:
             while self.step() <= 0 and not self._stop.is_set():
                 pass
+            if self._aside:
+                raise PublishError(f"the broker does not take queue {', '.join(sorted(self._aside))}")
+            return self._handed_over
         finally:
             self._end()
 
@@ -144,10 +174,11 @@ class Dispatcher:
             DatabaseUnavailable: PostgreSQL does not answer; nothing was lost.
         """
         with self.database.connection() as conn:
-            self._in_contact()
             backlog = ledger.backlog(conn, tenant=self.settings.tenant)
-        pause, self._crowded, self._full = self._pause_limit(), False, False
+        pause, self._crowded, self._full, self._broker_gone = self._pause_limit(), False, False, False
         for name, due_in in backlog.items():
+            if self._broker_gone:
+                break  # each further queue would only wait for the same dead connection
             pause = min(pause, self._dispatch(name) if due_in <= 0 else max(due_in, 0.001))
         if self._busy():
             pause = min(pause, BUSY)
@@ -182,6 +213,7 @@ class Dispatcher:
         return 0.0 if batch.rows else self._pause_limit()  # look again: the queue's next due time is not known
 
     def _count(self, rows: int) -> None:
+        self._handed_over += rows
         if rows:
             now = time.monotonic()
             self._streak = self._streak + 1 if now - self._last_rows < _IDLE_AFTER else 0
@@ -220,6 +252,7 @@ class Dispatcher:
             )
 
     def _set_aside(self, name: str, error: PublishError) -> float:
+        self._broker_gone = not error.refused
         aside = self._aside.get(name)
         if aside is None:
             aside = self._aside[name] = _Aside()
@@ -241,23 +274,40 @@ class Dispatcher:
             sweep()
 
     def _end_orphans(self) -> None:
-        """End the runs whose lease is over, unless this process may itself have been cut off until just now."""
-        since = self._contact[0] if self._contact else time.monotonic()
-        if time.monotonic() - since < self.settings.lease.total_seconds() / 3:
-            return
-        tenant = self.settings.tenant
+        """End the runs whose lease is over, unless renewals may have been impossible until just now."""
+        tenant, ended = self.settings.tenant, []
         with self.database.transaction() as conn:
-            for job in ledger.orphans(conn, tenant=tenant, limit=_ORPHANS_AT_ONCE):
+            if not self._in_contact(ledger.probe(conn)):
+                self._suspects = set()
+                return
+            asked = time.monotonic()
+            found = ledger.orphans(conn, tenant=tenant, limit=_ORPHANS_AT_ONCE)
+            if time.monotonic() - asked > self.settings.lease.total_seconds() / 3:  # PostgreSQL stood still over it
+                return
+            for job in found:
+                # Seen twice: a row that somebody had locked until just now could not be renewed.
+                if (job.id, job.run_id) not in self._suspects:
+                    continue
                 outcome = judge_orphan(job)
-                ledger.settle(conn, job.id, outcome, tenant=tenant, actor="dispatcher", run=job.run_id)
-                ended = Status.ABORTED if isinstance(outcome, Abort) else Status.RETRY
-                logger.error(
-                    "job %s (%s): its lease on %s is over; %s",
-                    job.id,
-                    job.name,
-                    job.worker or "an unknown worker",
-                    ended,
-                )
+                if ledger.settle(conn, job.id, outcome, tenant=tenant, actor="dispatcher", run=job.run_id):
+                    ended.append((job, Status.ABORTED if isinstance(outcome, Abort) else Status.RETRY))
+            self._suspects = {(job.id, job.run_id) for job in found}
+        for job, status in ended:
+            where = job.worker or "an unknown worker"
+            logger.error("job %s (%s): its lease on %s is over; %s", job.id, job.name, where, status)
+
+    def _in_contact(self, now: datetime) -> bool:
+        """Have probes succeeded for half a lease, without a gap of a third of it by the database's clock?
+
+        A probe is a write as renewals are. An outage, a lock on the table, a server that stood still, a
+        suspended machine, a clock that jumped: each leaves a gap, after which everybody may first renew.
+        """
+        allowed = self.settings.lease / 3
+        if self._contact is None or now - self._contact[1] > allowed:
+            self._contact = (now, now)
+        else:
+            self._contact = (self._contact[0], now)
+        return now - self._contact[0] >= self.settings.lease / 2  # a keeper has renewed within a third
 
     def _recover_lost(self) -> None:
         with self.database.connection() as conn:
@@ -269,33 +319,21 @@ class Dispatcher:
                 self._recover_queue(name)
 
     def _recover_queue(self, name: str) -> None:
-        """Take back the rows that were handed over before the broker was counted and that it cannot have.
-
-        The count is taken under the queue's lock, so that nothing is being published meanwhile, and only
-        used when it is BRIDGE_LOST_AFTER old. A row that was handed over before the count, that no worker
-        holds (each renews modified_at of what it holds in a third of that time) and that nobody claimed,
-        was then in the broker's queue or is lost: what exceeds the count is lost.
-        """
+        """Take back the rows whose messages are certainly gone: docs/decisions/0005-lost-messages.md."""
         tenant = self.settings.tenant
         try:
             with self.database.transaction() as conn:
                 at = ledger.lock_queue(conn, name, tenant=tenant)
                 if at is None:
                     return
-                depth = self.publisher.depth(name)
-                samples = self._samples.setdefault(name, deque(maxlen=16))
-                samples.append((at, depth))
-                old = [each for each in samples if each[0] <= at - self.settings.lost_after]
-                if not old:
-                    return
-                found = ledger.lost(conn, name, tenant=tenant, before=old[-1][0])
-                excess = found[: max(0, len(found) - old[-1][1])]
-                if excess:
-                    changed = ledger.reschedule(conn, excess, tenant=tenant)
+                samples = self._samples.setdefault(name, deque())
+                newest = ledger.newest(conn, name, tenant=tenant)
+                samples.append(_Sample(at, self.publisher.depth(name), newest))
+                old = _newest_of_age(samples, at - self.settings.lost_after)
+                lost = self._lost(conn, name, old) if old else []
+                if lost and (changed := ledger.reschedule(conn, lost, tenant=tenant)):
                     logger.warning(
-                        "dispatcher: %d messages of queue %s are lost; their rows are published again",
-                        changed,
-                        name,
+                        "dispatcher: %d messages of queue %s are lost; their rows are published again", changed, name
                     )
         except PublishError as error:
             if name not in self._uncounted:
@@ -306,15 +344,27 @@ class Dispatcher:
         else:
             self._uncounted.discard(name)
 
+    def _lost(self, conn: Connection, name: str, sample: _Sample) -> list[UUID]:
+        """Rows that were handed over before a sample of BRIDGE_LOST_AFTER ago, and that nobody claimed or held since.
+
+        Those that exceed the messages of then are lost; and so are those that were overtaken, that is, handed
+        over before a row whose message, in the queue at the time, has since been received.
+        """
+        found = ledger.unclaimed(conn, name, tenant=self.settings.tenant, before=sample.at)
+        passed = ledger.started(conn, list(sample.newest), after=sample.at)
+        reached = max((sample.newest[each] for each in passed), default=None)
+        overtaken = sum(reached is not None and handed_over < reached for _, handed_over in found)
+        return [job_id for job_id, _ in found[: max(overtaken, len(found) - sample.depth)]]
+
     def _announce(self) -> None:
         with self.database.connection() as conn:
             if self._seen_event is None:
                 self._seen_event = ledger.last_revoked(conn)
                 return
-            found = ledger.revoked(conn, tenant=self.settings.tenant, after=self._seen_event)
+            found = ledger.revoked(conn, after=self._seen_event)
         if found:
             self._seen_event = found[-1][0]
-            self.publisher.announce_revoked([job_id for _, job_id in found])
+            self.publisher.announce_revoked([each for _, each, tenant in found if tenant == self.settings.tenant])
 
     # Sleep and trouble
 
@@ -322,7 +372,12 @@ class Dispatcher:
         if self._crowded or self._full or self._busy():
             self._mark(asleep=False)
             self._stop.wait(pause)
-        elif pause > 0 and not self._mark(asleep=True):  # a new mark: rows may have come before it, look once more
+            return
+        if pause <= 0:
+            return
+        if self.listener is not None:
+            self.listener.ready()  # before the mark, so that no notification falls between the two
+        if not self._mark(asleep=True):  # a new mark: rows may have come before it, look once more
             if self.listener is None:
                 self._stop.wait(pause)
             else:
@@ -337,14 +392,6 @@ class Dispatcher:
                 ledger.mark(conn, self.id, tenant=self.settings.tenant, asleep=asleep)
             self._asleep, self._marked_at = asleep, now
         return changed
-
-    def _in_contact(self) -> None:
-        """Note that PostgreSQL answered; a gap of a third of a lease ends a contact as an error does."""
-        now, allowed = time.monotonic(), self.settings.lease.total_seconds() / 3
-        if self._contact is None or now - self._contact[1] > allowed:
-            self._contact = (now, now)
-        else:
-            self._contact = (self._contact[0], now)
 
     def _broken(self) -> None:
         self._contact = self._asleep = None

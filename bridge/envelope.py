@@ -36,6 +36,16 @@ class Channel(redis.Channel):  # type: ignore[misc]  # untyped
             self._decoding_failed(error)
             raise Empty from None
 
+    def _connparams(self, *args: Any, **kwargs: Any) -> Any:
+        """As kombu's, but on a channel whose transport is gone a connection error, which Celery survives.
+
+        kombu 5.7 drops the transport's client before it closes the channels; what these then restore, or a late
+        acknowledgement, would end the worker with AttributeError.
+        """
+        if self.connection is None or self.connection.client is None:
+            raise ConnectionResetError("the channel is closed")
+        return super()._connparams(*args, **kwargs)
+
     def _decoding_failed(self, error: Exception) -> None:
         """Log it if decoding the popped item failed; whatever else failed is raised as it was."""
         if self.connection.delivering or isinstance(error, Empty | OSError):
@@ -53,12 +63,23 @@ class Transport(redis.Transport):  # type: ignore[misc]  # untyped
 
     def _deliver(self, message: Any, queue: str) -> Any:
         try:
-            Message(message, channel=next(iter(self.channels), None))
+            _check(Message(message, channel=next(iter(self.channels), None)))
         except Exception as error:  # whatever a mapping of anything raises
             logger.error("an item on queue %s is no message (%s); skipped", queue, type(error).__name__)
             return None
         self.delivering = True
         return super()._deliver(message, queue)
+
+
+def _check(message: Any) -> None:
+    """What kombu and Celery read without looking, or ValueError."""
+    where = message.delivery_info
+    if not (isinstance(message.delivery_tag, str) and message.delivery_tag):
+        raise ValueError("no delivery tag")
+    if not (isinstance(where, dict) and isinstance(where.get("exchange"), str) and "routing_key" in where):
+        raise ValueError("no delivery info")
+    if not (isinstance(message.headers, dict) and isinstance(message.properties, dict)):
+        raise ValueError("no headers")
 
 
 def use() -> None:

@@ -22,7 +22,7 @@ from uuid import UUID
 from weakref import WeakValueDictionary
 
 from bridge import ledger
-from bridge.database import Connection, Database
+from bridge.database import Connection, Database, translated
 from bridge.errors import DatabaseError, DatabaseUnavailable, UnknownJob
 from bridge.lifecycle import Status
 from bridge.outcome import (
@@ -84,6 +84,7 @@ class Keeper:
     _renewed: float = float("-inf")
     _held: float = float("-inf")
     _failing: bool = False
+    _locked_out: bool = False
     _leaving: list[Delivery] = field(default_factory=list)
 
     def start(self, worker: str) -> None:
@@ -122,6 +123,10 @@ class Keeper:
         """The delivery's process died."""
         self._close(delivery, partial(self._close_lost, delivery, how, told))
 
+    def unsettled(self, delivery: Delivery, why: str, told: Told) -> None:
+        """The delivery's process lives, but could not claim or write (out of memory, a statement refused)."""
+        self._close(delivery, partial(self._close_lost, delivery, why, told, unclaimed="defer"))
+
     def timed_out(self, delivery: Delivery, limit: float, told: Told) -> None:
         """The delivery's process was killed at its hard time limit, in seconds."""
         self._close(delivery, partial(self._close_timed_out, delivery, limit, told))
@@ -142,7 +147,7 @@ class Keeper:
 
     def unknown(self, ticket: Ticket, name: str) -> None:
         """A ticket came for a job that is not registered here."""
-        self._inbox.put(partial(self._unknown, ticket, name))
+        self._inbox.put(partial(self._unknown, ticket, name, Run(new_id(), self.worker)))
 
     def _close(self, delivery: Delivery, errand: Callable[[Connection], bool]) -> None:
         if not delivery.closed:
@@ -189,28 +194,32 @@ class Keeper:
 
     def _pause(self) -> float:
         tick = min(self.settings.lease, self.settings.lost_after).total_seconds() / 3
-        if self._failing or self._errands or self._stopping:
+        if self._failing or self._locked_out or self._errands or self._stopping:
             return min(0.2, tick / 3)
-        return max(0.01, tick / 2)
+        due = min(self._renewed + self.settings.lease.total_seconds() / 3, self._held + tick)
+        return max(0.01, min(due - time.monotonic(), tick))
 
     def _renew(self, conn: Connection) -> None:
         now = time.monotonic()
         live = {found.run.id: found.ticket for ref in self._deliveries.valuerefs() if (found := ref())}
         if now - self._renewed >= self.settings.lease.total_seconds() / 3:
-            if live:
-                ledger.renew(conn, live, lease=self.settings.lease)
-            self._renewed = now
+            skipped = ledger.renew(conn, live, lease=self.settings.lease) if live else 0
+            if not skipped:  # a row that somebody has locked is tried again at the next turn
+                self._renewed = now
+            self._locked_out = skipped > 0
         if now - self._held >= self.settings.lost_after.total_seconds() / 3:
             if live:
-                ledger.hold(conn, list(live.values()))
+                ledger.hold(conn, list(live.values()), lease=self.settings.lost_after * 2)
             self._held = now
 
     def _run_errands(self, conn: Connection) -> None:
         for _ in range(len(self._errands)):
             errand = self._errands[0]
             try:
-                done = errand(conn)
+                with translated():
+                    done = errand(conn)
             except DatabaseUnavailable:
+                self._errands.rotate(-1)  # it may wait for a lock that the others do not
                 raise
             except DatabaseError as error:
                 logger.error("keeper: PostgreSQL refused a write (%s); the lease will end the run", error)
@@ -224,8 +233,10 @@ class Keeper:
 
     # The errands. Each returns whether it is done; true also when the row had moved on.
 
-    def _close_lost(self, delivery: Delivery, how: str, told: Told, conn: Connection) -> bool:
-        return self._settle_run(conn, delivery, lambda job: judge_lost(job, how), told)
+    def _close_lost(
+        self, delivery: Delivery, how: str, told: Told, conn: Connection, *, unclaimed: str = "reschedule"
+    ) -> bool:
+        return self._settle_run(conn, delivery, lambda job: judge_lost(job, how), told, unclaimed)
 
     def _close_timed_out(self, delivery: Delivery, limit: float, told: Told, conn: Connection) -> bool:
         error = TimeLimit(f"hard time limit of {limit:g} s exceeded")
@@ -240,25 +251,37 @@ class Keeper:
         delivery: Delivery,
         judge: Callable[[Job], Outcome | None],
         told: Told,
+        unclaimed: str = "reschedule",
     ) -> bool:
+        """End the run that a dead process held; give its row back if the process had not claimed it yet."""
         tenant, ticket, run = self.settings.tenant, delivery.ticket, delivery.run
         job = ledger.held(conn, ticket.job_id, run, tenant=tenant)
-        if job is None and ledger.reschedule(conn, [ticket.job_id], tenant=tenant, scheduled_at=ticket.scheduled_at):
-            logger.warning("job %s: its process died before the claim; handed out again", ticket.job_id)
+        if job is None and self._give_back(conn, ticket, unclaimed):
             told(Status.RETRY)
             return True
-        if job is None:
-            # The dead child's claim may have been under way in the server: the reschedule waited for it.
-            job = ledger.held(conn, ticket.job_id, run, tenant=tenant)
-        if job is None or (outcome := judge(job)) is None:
-            row = ledger.get(conn, ticket.job_id, tenant=tenant)
-            told(None if row is None else row.status)
-            return True
-        if ledger.settle(conn, job.id, outcome, tenant=tenant, actor=run.worker, run=run.id, repeated=True):
-            _log_closed(job, outcome)
+        # The dead process's claim may have been carried out between the two looks.
+        job = job or ledger.held(conn, ticket.job_id, run, tenant=tenant)
+        outcome = None if job is None else judge(job)
+        if job is not None and outcome is not None:
+            who = run.worker
+            if ledger.settle(conn, job.id, outcome, tenant=tenant, actor=who, run=run.id, repeated=True):
+                _log_closed(job, outcome)
         row = ledger.get(conn, ticket.job_id, tenant=tenant)
+        current = row is not None and (row.status, row.scheduled_at) == (Status.SCHEDULED, ticket.scheduled_at)
+        if job is None and current:
+            return False  # somebody has locked it, perhaps that claim, still under way in the server: look again
         told(None if row is None else row.status)
         return True
+
+    def _give_back(self, conn: Connection, ticket: Ticket, how: str) -> bool:
+        tenant = self.settings.tenant
+        if how == "defer":
+            changed = ledger.defer(conn, ticket.job_id, DEFER, tenant=tenant, scheduled_at=ticket.scheduled_at)
+        else:
+            changed = ledger.reschedule(conn, [ticket.job_id], tenant=tenant, scheduled_at=ticket.scheduled_at)
+        if changed:
+            logger.warning("job %s: its process was lost before the claim; handed out again", ticket.job_id)
+        return bool(changed)
 
     def _cancel(self, delivery: Delivery, terminated: bool, conn: Connection) -> bool:
         tenant, job_id, worker = self.settings.tenant, delivery.ticket.job_id, delivery.run.worker
@@ -286,15 +309,15 @@ class Keeper:
             logger.info("job %s: given back by the shutdown; it runs again", delivery.ticket.job_id)
         return True
 
-    def _unknown(self, ticket: Ticket, name: str, conn: Connection) -> bool:
+    def _unknown(self, ticket: Ticket, name: str, run: Run, conn: Connection) -> bool:
         tenant = self.settings.tenant
         if self.settings.unknown_job == "defer":
             if ledger.defer(conn, ticket.job_id, DEFER, tenant=tenant, scheduled_at=ticket.scheduled_at):
                 logger.warning("job %s (%s): unknown here; put off for %s", ticket.job_id, name, DEFER)
             return True
-        run = Run(new_id(), self.worker)
         lease = self.settings.lease
         job = ledger.claim(conn, ticket, run, name=name, tenant=tenant, lease=lease, retry_lost=False)
+        job = job or ledger.held(conn, ticket.job_id, run, tenant=tenant)  # an earlier turn's claim, unanswered
         if job is not None:
             fail = Fail(report(UnknownJob(name)))
             ledger.settle(conn, job.id, fail, tenant=tenant, actor=run.worker, run=run.id)

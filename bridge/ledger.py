@@ -219,16 +219,17 @@ def heartbeat(
 
 
 def renew(conn: Connection, runs: Mapping[UUID, Ticket], *, lease: timedelta) -> int:
-    """Renew the leases of the runs that really hold their rows."""
+    """Renew the leases of the runs that really hold their rows; how many of these somebody else had locked."""
     ids = sorted({str(ticket.job_id) for ticket in runs.values()})
     values = {"ids": ids, "runs": [str(run) for run in runs], "lease": as_milliseconds(lease)}
-    return _count(conn, "renew", values)
+    row = conn.cursor(row_factory=dict_row).execute(statement("renew"), values).fetchone() or {}
+    return int(row["held"]) - int(row["renewed"])
 
 
-def hold(conn: Connection, tickets: Sequence[Ticket]) -> int:
-    """Say that the messages of handed-over rows wait in a live worker."""
+def hold(conn: Connection, tickets: Sequence[Ticket], *, lease: timedelta) -> int:
+    """Say that the messages of handed-over rows wait in a live worker, for that long."""
     ids, times = [str(each.job_id) for each in tickets], [each.scheduled_at for each in tickets]
-    return _count(conn, "hold", {"ids": ids, "scheduled_ats": times})
+    return _count(conn, "hold", {"ids": ids, "scheduled_ats": times, "lease": as_milliseconds(lease)})
 
 
 def backlog(conn: Connection, *, tenant: str) -> dict[str, float]:
@@ -262,10 +263,31 @@ def handed_over(conn: Connection, *, tenant: str) -> dict[str, float]:
     return {row["queue"]: row["oldest"] for row in rows}
 
 
-def lost(conn: Connection, queue: str, *, tenant: str, before: datetime) -> list[UUID]:
-    """A queue's rows that were handed over before that time and are held by no worker, oldest first."""
+def unclaimed(conn: Connection, queue: str, *, tenant: str, before: datetime) -> list[tuple[UUID, datetime]]:
+    """A queue's handed-over rows that nobody claimed or held since a time, oldest first, with their hand-over."""
     values = {"tenant": tenant, "queue": queue, "before": before}
-    return [row["id"] for row in conn.cursor(row_factory=dict_row).execute(statement("lost"), values)]
+    rows = conn.cursor(row_factory=dict_row).execute(statement("unclaimed"), values)
+    return [(row["id"], row["modified_at"]) for row in rows]
+
+
+def newest(conn: Connection, queue: str, *, tenant: str) -> dict[UUID, datetime]:
+    """A queue's few newest handed-over rows, with their hand-over."""
+    rows = conn.cursor(row_factory=dict_row).execute(statement("newest"), {"tenant": tenant, "queue": queue})
+    return {row["id"]: row["modified_at"] for row in rows}
+
+
+def started(conn: Connection, job_ids: Sequence[UUID], *, after: datetime) -> list[UUID]:
+    """Which of the rows were claimed after a time."""
+    values = {"ids": [str(each) for each in job_ids], "after": after}
+    return [row["id"] for row in conn.cursor(row_factory=dict_row).execute(statement("started"), values)]
+
+
+def probe(conn: Connection) -> datetime:
+    """Take the locks that a renewal takes, change nothing, and return the database's time after it."""
+    conn.execute(statement("probe"))
+    row = conn.cursor(row_factory=dict_row).execute(statement("clock")).fetchone() or {}
+    at: datetime = row["at"]
+    return at
 
 
 def orphans(conn: Connection, *, tenant: str, limit: int) -> list[Job]:
@@ -290,11 +312,10 @@ def last_revoked(conn: Connection) -> int:
     return int(row["id"]) if row else 0
 
 
-def revoked(conn: Connection, *, tenant: str, after: int) -> list[tuple[int, UUID]]:
-    """The jobs that were cancelled or aborted after an event, with their events' ids."""
-    cursor = conn.cursor(row_factory=dict_row)
-    rows = cursor.execute(statement("revoked"), {"tenant": tenant, "after": after})
-    return [(row["id"], row["job_id"]) for row in rows]
+def revoked(conn: Connection, *, after: int) -> list[tuple[int, UUID, str]]:
+    """The jobs that were cancelled or aborted after an event: the event's id, the job's, its tenant."""
+    rows = conn.cursor(row_factory=dict_row).execute(statement("revoked"), {"after": after})
+    return [(row["id"], row["job_id"], row["tenant"]) for row in rows]
 
 
 def _one_job(conn: AnyConnection, name: str, values: Mapping[str, object]) -> Job | None:

@@ -77,7 +77,7 @@ def check(conn: Connection) -> None:
     if found != head:
         raise SchemaError(
             f"The database is at schema version {found or 'none'}, this version of the bridge needs {head}. "
-            "Run: bridge migrate"
+            "Run: python -m bridge migrate"
         )
 
 

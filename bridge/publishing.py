@@ -14,7 +14,7 @@ from celery import Celery
 
 from bridge.encoding import safe_text
 from bridge.errors import PublishError
-from bridge.records import Handover
+from bridge.records import TICKET_HEADER, Handover
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class CeleryPublisher:
 
     def announce_revoked(self, job_ids: Sequence[UUID]) -> None:
         """Send task-revoked for jobs that no worker's own event ends. Best effort: monitors are not the truth."""
-        if not self.announces:
+        if not self.announces or not job_ids:
             return
         try:
             with self._errors():
@@ -149,6 +149,7 @@ class CeleryPublisher:
             retry=False,
             serializer="json",
             timeout=_SOCKET_SECONDS,
+            headers={TICKET_HEADER: 1},
         )
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ _INSTANT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A row of table `job`. Times are aware datetimes, `params` is its JSON text."""
+    """A row of table `job`. Times are aware datetimes in UTC, `params` is its JSON text."""
 
     id: UUID
     tenant: str
@@ -52,6 +53,8 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "status", Status(self.status))
+        for name in ("result", "error", "meta"):
+            object.__setattr__(self, name, _loaded(getattr(self, name)))
 
     @property
     def context(self) -> Context:
@@ -94,6 +97,10 @@ class JobEvent:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", EventKind(self.kind))
+
+
+TICKET_HEADER = "bridge_ticket"
+"""On every message that a dispatcher publishes: its args are a ticket, whatever task of that name is registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +249,16 @@ def new_id() -> UUID:
     value = (stamp & (1 << 48) - 1) << 80 | random
     value = value & ~(0xF << 76) | 0x7 << 76
     return UUID(int=value & ~(0x3 << 62) | 0x2 << 62)
+
+
+def _loaded(text: object) -> object:
+    """JSON as PostgreSQL sent it. What plain SQL wrote and Python cannot hold stays the text that it is."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def check_progress(report: object) -> Progress:

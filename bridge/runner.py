@@ -10,8 +10,8 @@ from datetime import timedelta
 from uuid import UUID
 
 from bridge import ledger, metrics, progress
-from bridge.database import Database, in_doubt
-from bridge.errors import DatabaseError, DatabaseUnavailable, InvalidParams
+from bridge.database import Database, as_milliseconds, in_doubt
+from bridge.errors import DatabaseError, DatabaseUnavailable, InvalidParams, Retry
 from bridge.lifecycle import MOVES, Status
 from bridge.outcome import (
     Abort,
@@ -209,16 +209,17 @@ def _log_error(job: Job, error: BaseException, outcome: Outcome | None) -> None:
     match outcome:
         case Again(delay, said, reason):
             logger.warning(
-                "job %s (%s): %s: %s; runs again in %s (%s)",
+                "job %s (%s): %s: %s; runs again in %d ms (%s)",
                 job.id,
                 job.name,
                 said.ex_type,
                 said.hint,
-                delay,
+                as_milliseconds(delay),
                 reason,
             )
         case Fail(said):
-            logger.error("job %s (%s): failed: %s: %s", job.id, job.name, said.ex_type, said.hint, exc_info=error)
+            trace = None if isinstance(error, Retry) else error  # a Retry is deliberate, and says why
+            logger.error("job %s (%s): failed: %s: %s", job.id, job.name, said.ex_type, said.hint, exc_info=trace)
 
 
 def _sleep(seconds: float) -> bool:

@@ -6,14 +6,18 @@ would beat the user's own file, so it is not used). Nothing is read before the f
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from bridge.errors import ConfigurationError, SettingError
+
+logger = logging.getLogger(__name__)
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", re.ASCII)
@@ -59,7 +63,7 @@ def _postgres_url(value: object) -> str:
     except ValueError:
         scheme = ""
     if scheme not in ("postgresql", "postgres") and "=" not in text.split("://")[0]:
-        raise ValueError("is not a PostgreSQL address: postgresql://user@host:5432/database")
+        raise ValueError("is not a PostgreSQL address such as postgresql://user@host:5432/database")
     return text
 
 
@@ -67,10 +71,11 @@ def _listen_url(value: object) -> str:
     return "off" if str(value).strip() == "off" else _postgres_url(value)
 
 
-def _broker_url(value: object) -> str:
+def broker_url(value: object) -> str:
+    """A broker's address, or ValueError."""
     text = str(value).strip()
     if "://" not in text:
-        raise ValueError("is not a broker address: redis://host:6379/0 or amqp://user@host//")
+        raise ValueError("is not a broker address such as redis://host:6379/0 or amqp://user@host//")
     return text
 
 
@@ -106,7 +111,7 @@ class Settings:
 
     database_url: str | None = _setting("BRIDGE_DATABASE_URL", "bridge_database_url", _postgres_url, None, secret=True)
     listen_url: str | None = _setting("BRIDGE_LISTEN_URL", "bridge_listen_url", _listen_url, None, secret=True)
-    broker_url: str | None = _setting("BRIDGE_BROKER_URL", "", _broker_url, None, secret=True)
+    broker_url: str | None = _setting("BRIDGE_BROKER_URL", "", broker_url, None, secret=True)
     imports: tuple[str, ...] = _setting("BRIDGE_IMPORTS", "", modules, ())
     tenant: str = _setting("BRIDGE_TENANT", "bridge_tenant", _tenant, "default")
     dispatcher: Literal["worker", "standalone"] = _setting(
@@ -131,6 +136,7 @@ class Settings:
         Raises:
             SettingError: a value is bad; the message names the variable or key, and the value if it is no secret.
         """
+        _warn_of_unknown(environ)
         return cls(**dict(_read(environ, configuration)))
 
     def database(self) -> str:
@@ -143,9 +149,18 @@ class Settings:
             raise ConfigurationError(
                 "No database is set. Set BRIDGE_DATABASE_URL, for example "
                 "BRIDGE_DATABASE_URL=postgresql://user@localhost/mydb, or bridge_database_url in the Celery "
-                "configuration; `bridge demo` brings its own."
+                "configuration; `python -m bridge dev` brings its own."
             )
         return self.database_url
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """A misspelled variable would be ignored in silence."""
+    known = [each.metadata["env"] for each in fields(Settings)]
+    for name in sorted(environ):
+        if name.startswith("BRIDGE_") and not name.startswith("BRIDGE_TEST_") and name not in known:
+            close = get_close_matches(name, known, 1)
+            logger.warning("%s is no setting%s; it is ignored", name, f", did you mean {close[0]}?" if close else "")
 
 
 def _read(environ: Mapping[str, str], configuration: Mapping[str, Any]) -> list[tuple[str, Any]]:

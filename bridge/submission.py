@@ -52,6 +52,8 @@ class Submission:
     def submit(self, name: str, params: object, options: Options, conn: object) -> UUID:
         """See `bridge.submit`."""
         definition = self.definition(name)
+        if not isinstance(options.dedupe, bool):
+            raise InvalidJob("dedupe is True or False; what is equal is said by name, queue and label")
         job = self._new(definition, _dump(definition, params), options)
         if conn is not None:
             with joined(conn) as caller:

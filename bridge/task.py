@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import signal
@@ -16,7 +17,8 @@ from celery.exceptions import Retry as CeleryRetry
 from celery.exceptions import SoftTimeLimitExceeded
 
 from bridge import runtime
-from bridge.delivery import EVENTS, RUN_HEADER, WORKER_HEADER, Skipped
+from bridge.delivery import EVENTS, RUN_HEADER, WORKER_HEADER, JobFailed, Skipped, Unsettled
+from bridge.encoding import safe_text
 from bridge.errors import InvalidJob
 from bridge.lifecycle import Status
 from bridge.outcome import TimeLimit
@@ -24,10 +26,6 @@ from bridge.records import Definition, Run, Ticket
 from bridge.runner import Verdict
 from bridge.schemas import codec
 from bridge.submission import check_max_retries, check_priority, check_queue
-
-
-class JobFailed(Exception):
-    """What Celery is told of a failed job: the class and the hint of its error. The row says more."""
 
 
 class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type: ignore[misc]  # generic in stubs only
@@ -91,7 +89,12 @@ class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type:
         run = Run(UUID(run_id), self.request.__dict__.get(WORKER_HEADER) or "")
         bridge = runtime.of(self.app)
         with runtime.running(bridge), _soft_limit_waits():
-            _answer(bridge.runner.run(ticket, run, self.definition))
+            try:
+                verdict = bridge.runner.run(ticket, run, self.definition)
+            except (Exception, MemoryError) as error:
+                # Not the handler's: claim or settle failed. MemoryError as itself would end the whole worker.
+                raise Unsettled(f"{type(error).__name__}: {safe_text(error, limit=200)}") from None
+            _answer(verdict)
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a message without a row would be no job.
@@ -130,6 +133,8 @@ def declare(name: str, handler: Callable[..., Any], find: Callable[[str], Any], 
     """
     if not callable(handler):
         raise InvalidJob(f"@job({name!r}) goes onto a function of (context, params)")
+    _check_handler(name, handler)
+    _check_task_options(name, options)
     if inspect.iscoroutinefunction(handler) or inspect.isgeneratorfunction(handler):
         raise InvalidJob(f"Job {name!r}: a handler is a plain function, not async and without yield")
     _check_name(name)
@@ -164,6 +169,27 @@ def _define(task: JobTask) -> Definition:
         retry_lost=task.retry_lost,
         retry_on_error=task.retry_on_error,
     )
+
+
+def _check_handler(name: str, handler: Callable[..., Any]) -> None:
+    if getattr(handler, "__name__", "<lambda>") == "<lambda>":
+        raise InvalidJob(f"Job {name!r}: a handler is a function with a name, because logs and Celery show it")
+    try:
+        inspect.signature(handler).bind(None, None)
+    except TypeError:
+        raise InvalidJob(
+            f"Job {name!r}: the handler takes (context, params), not {inspect.signature(handler)}"
+        ) from None
+
+
+def _check_task_options(name: str, options: dict[str, Any]) -> None:
+    """Celery takes any option of a task in silence; a misspelled one would be lost."""
+    for option in options:
+        if not hasattr(JobTask, option):
+            near = difflib.get_close_matches(option, [*options, *vars(JobTask), *vars(celery.Task)], 2)
+            close = [each for each in near if each != option]
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InvalidJob(f"Job {name!r}: neither the bridge nor Celery has a task option {option!r}{hint}")
 
 
 def _check_defaults(name: str, queue: object, priority: object, max_retries: object) -> tuple[str, int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 from celery import Celery, bootsteps, signals
 
 from bridge import envelope, runtime
+from bridge.delivery import Strategies
 from bridge.dispatcher import Dispatcher
 from bridge.errors import BridgeError, DatabaseUnavailable
 from bridge.migrating import check
@@ -27,6 +28,10 @@ class KeeperStep(bootsteps.StartStopStep):
     """
 
     label = "Bridge keeper"
+
+    def __init__(self, parent: Any, **options: Any) -> None:
+        super().__init__(parent, **options)
+        parent.strategies = Strategies(parent, lambda message, name: _to_keeper(parent, message, name))
 
     def start(self, parent: Any) -> None:
         """Start the keeper, once."""
@@ -78,6 +83,9 @@ def _ready(app: Celery) -> runtime.Bridge:
     try:
         bridge = runtime.of(app)
         bridge.settings.database()
+        for task in app.tasks.values():
+            if isinstance(task, JobTask):
+                _ = task.definition  # a bad one is refused now, not when its first message comes
         with bridge.database.connection() as conn:
             check(conn)
         bridge.database.close()
@@ -120,15 +128,22 @@ def _add_queues(sender: Any = None, **_: object) -> None:
 @signals.task_unknown.connect(weak=False)
 def _unknown(sender: Any = None, message: Any = None, name: str = "", **_: object) -> None:
     """A message for a task that is not registered: if it is a ticket, its row must hear of it."""
-    app = getattr(sender, "app", None)
-    if app is None or not runtime.is_installed(app):
-        return
+    if isinstance(name, str) and runtime.is_installed(getattr(sender, "app", None)):
+        _to_keeper(sender, message, name)
+
+
+def _to_keeper(consumer: Any, message: Any, name: str) -> None:
+    """Let the row of a ticket hear that nobody here knows its job, and the monitors if that ends it."""
+    bridge = runtime.of(consumer.app)
     try:
         ticket = Ticket.parse(message.payload[0])
     except Exception as error:  # a plain Celery task's message, or junk: Celery has logged it
         logger.debug("unknown task %s is no ticket (%s)", name, type(error).__name__)
-        return
-    runtime.of(app).keeper.unknown(ticket, name)
+    else:
+        bridge.keeper.unknown(ticket, name)
+        if bridge.settings.unknown_job == "fail" and consumer.event_dispatcher:
+            why = f"no job named {name!r} is registered"
+            consumer.event_dispatcher.send("task-failed", uuid=str(ticket.job_id), exception=why, traceback="")
 
 
 def alive(pid: int) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 import time
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -114,6 +116,13 @@ def dies(context: Context, params: dict[str, Any]) -> None:
     if params["how"] == "exit":
         os._exit(3)
     os.kill(os.getpid(), params["how"])
+
+
+@job("starves", queue="test", max_retries=0)
+def starves(context: Context, params: dict[str, Any]) -> None:
+    """Leaves its process little memory, as a leak does."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 20_000_000, -1))
 
 
 @job("limited", queue="test", max_retries=0, time_limit=2)

@@ -76,15 +76,15 @@ def depth(url: str, queue: str = "default") -> int:
 
 
 def send(url: str, name: str, args: Any, *, queue: str = "test", **message: Any) -> None:
-    """Put a task message onto a queue by hand; `message` replaces its parts (task_id, kwargs, headers)."""
+    """Put a task message onto a queue by hand; `message` replaces its parts (task_id, kwargs, embed, headers)."""
     app = Celery("sender", broker=url, set_as_current=False)
     with app.connection_for_write() as connection:
+        headers, embed = message.pop("headers", {}), message.pop("embed", None)
         task_id = message.pop("task_id", None) or (args[0] if isinstance(args, list | tuple) and args else "x")
         parts = app.amqp.as_task_v2(task_id, name, args=(), **message)
-        body = (args, message.get("kwargs", {}), parts.body[2])
-        app.amqp.send_task_message(
-            app.amqp.Producer(connection), name, parts._replace(body=body), queue=queue, serializer="json"
-        )
+        body = (args, message.get("kwargs", {}), embed or parts.body[2])
+        parts = parts._replace(body=body, headers={**parts.headers, **headers})
+        app.amqp.send_task_message(app.amqp.Producer(connection), name, parts, queue=queue, serializer="json")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 -- defer: nobody here knows the job, or the broker refuses it; later again, no retry used up
 WITH moved AS (
     UPDATE job
-    SET status = %(target)s::text, modified_at = clock_timestamp(),
+    SET status = %(target)s::text, modified_at = clock_timestamp(), lease_until = NULL,
         scheduled_at = greatest(
             date_trunc('milliseconds', clock_timestamp() + %(delay)s::bigint * interval '1 millisecond'),
             scheduled_at + interval '1 millisecond'

@@ -37,7 +37,7 @@ WITH RECURSIVE room AS (
     LIMIT (SELECT free FROM room)
 ), moved AS (
     UPDATE job
-    SET status = %(target)s::text, modified_at = clock_timestamp()
+    SET status = %(target)s::text, modified_at = statement_timestamp(), lease_until = NULL
     FROM due
     WHERE job.id = due.id AND job.status = ANY(%(sources)s::text[])
     RETURNING job.id, job.scheduled_at, job.name, job.queue, job.retry_num, job.priority

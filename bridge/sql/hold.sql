@@ -9,6 +9,6 @@ WITH mine AS (
     FOR UPDATE OF job SKIP LOCKED
 )
 UPDATE job
-SET modified_at = clock_timestamp()
+SET lease_until = clock_timestamp() + %(lease)s::bigint * interval '1 millisecond'
 FROM mine
 WHERE job.id = mine.id

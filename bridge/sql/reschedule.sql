@@ -5,10 +5,11 @@ WITH found AS (
     WHERE id = ANY(%(ids)s::uuid[]) AND tenant = %(tenant)s::text AND status = ANY(%(sources)s::text[])
         AND (%(scheduled_at)s::timestamptz IS NULL OR scheduled_at = %(scheduled_at)s::timestamptz)
     ORDER BY id
-    FOR UPDATE
+    FOR UPDATE SKIP LOCKED  -- a row that somebody works on is looked at again later
 ), moved AS (
     UPDATE job
-    SET status = %(target)s::text, modified_at = clock_timestamp(), scheduled_at = scheduled_at + interval '1 millisecond'
+    SET status = %(target)s::text, modified_at = clock_timestamp(), lease_until = NULL,
+        scheduled_at = scheduled_at + interval '1 millisecond'
     FROM found
     WHERE job.id = found.id
     RETURNING job.tenant

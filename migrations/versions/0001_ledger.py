@@ -9,4 +9,5 @@ down_revision = None
 
 
 def upgrade() -> None:
-    op.get_bind().exec_driver_sql(Path(__file__).with_suffix(".sql").read_text())
+    # by psycopg itself: SQLAlchemy would look for placeholders in it
+    op.get_bind().connection.driver_connection.execute(Path(__file__).with_suffix(".sql").read_text())

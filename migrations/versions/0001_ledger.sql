@@ -76,7 +76,8 @@ CREATE TABLE job (
 
 COMMENT ON TABLE job IS 'One row a job; its status changes only through the bridge (docs/life-of-a-job.md)';
 COMMENT ON COLUMN job.scheduled_at IS 'not before; with id it is the ticket on the broker, compared exactly as stored';
-COMMENT ON COLUMN job.modified_at IS 'last write; of a scheduled row its hand-over time, renewed while a worker holds it';
+COMMENT ON COLUMN job.modified_at IS 'last write; of a scheduled row its hand-over time';
+COMMENT ON COLUMN job.lease_until IS 'until when a run holds the row; of a scheduled row, until when a worker holds its message';
 COMMENT ON COLUMN job.run_id IS 'the delivery that holds or held the row; fences everything after the claim';
 
 -- What is due, per queue and priority. Its rows leave the index when they are handed over.
@@ -130,6 +131,22 @@ $$;
 CREATE TRIGGER job_event_append_only BEFORE UPDATE ON job_event
     FOR EACH STATEMENT EXECUTE FUNCTION bridge_append_only();
 
+CREATE FUNCTION bridge_with_its_job() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+BEGIN
+    IF EXISTS (SELECT FROM job WHERE id = OLD.job_id) THEN
+        RAISE EXCEPTION 'job_event is append-only: an event goes with its job, not before'
+            USING ERRCODE = 'restrict_violation';
+    END IF;
+    RETURN OLD;
+END
+$$;
+
+-- A job's own deletion cascades here when its row is gone already.
+CREATE TRIGGER job_event_with_its_job BEFORE DELETE ON job_event
+    FOR EACH ROW EXECUTE FUNCTION bridge_with_its_job();
+
 -- Who dispatches, and whether it sleeps. Unlogged: after a crash it is empty, and no mark means notify.
 CREATE UNLOGGED TABLE bridge_dispatcher (
     id uuid PRIMARY KEY,
@@ -141,7 +158,6 @@ CREATE INDEX bridge_dispatcher_tenant ON bridge_dispatcher (tenant);
 
 CREATE FUNCTION bridge_wake(tenant text) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER
-    SET search_path FROM CURRENT
     -- NOTIFY takes a lock that serialises commits: a busy system, whose dispatchers are all awake, skips it.
     AS $$
 BEGIN
@@ -155,11 +171,19 @@ $$;
 
 CREATE FUNCTION bridge_inserted() RETURNS trigger
     LANGUAGE plpgsql SECURITY DEFINER
-    SET search_path FROM CURRENT
     AS $$
 BEGIN
     PERFORM bridge_wake(tenants.tenant) FROM (SELECT DISTINCT tenant FROM inserted) AS tenants;
     RETURN NULL;
+END
+$$;
+
+-- Whoever may insert runs these two as their owner, so their search_path is fixed, the caller's temporary
+-- tables last: a caller's own bridge_dispatcher must not be taken for ours.
+DO $$
+BEGIN
+    EXECUTE format('ALTER FUNCTION bridge_wake(text) SET search_path = %I, pg_temp', current_schema());
+    EXECUTE format('ALTER FUNCTION bridge_inserted() SET search_path = %I, pg_temp', current_schema());
 END
 $$;
 

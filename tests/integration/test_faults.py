@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,15 +103,162 @@ def test_c02_an_emptied_broker_loses_no_job(stack: Stack, side: Side) -> None:
 
 @pytest.mark.parametrize("prefetch", ["1", "4"])
 def test_a_long_queue_is_never_published_again(stack: Stack, side: Side, prefetch: str) -> None:
-    """Two children on a queue that takes three times BRIDGE_LOST_AFTER to drain."""
+    """Two children on a queue that takes three times BRIDGE_LOST_AFTER to drain, its rows of rising priority."""
     worker = stack.worker("--prefetch-multiplier", prefetch, BRIDGE_LOST_AFTER="3s")
-    for _ in range(40):
-        side.insert("naps", params={"seconds": 0.5})
+    for number in range(40):
+        side.insert("naps", params={"seconds": 0.5}, priority=number % 20)
     until(lambda: side.counts() == {"completed": 40}, seconds=60)
     (row,) = side.rows("SELECT max(started_at) - min(created_at) AS took FROM job")
     assert row["took"].total_seconds() > 9, "the queue was long enough to tell"
     assert "are lost" not in worker.log
     assert side.rows("SELECT FROM job WHERE scheduled_at <> date_trunc('milliseconds', created_at)") == []
+
+
+def test_lost_messages_come_back_beside_a_queue_that_never_empties(stack: Stack, side: Side) -> None:
+    """The count of the queue cannot tell them; that later messages were received can."""
+    stack.dispatcher(BRIDGE_LOST_AFTER="3s")
+    lost = [side.insert("plain", label="lost") for _ in range(5)]
+    until(lambda: depth(stack.broker_url, "test") == 5)
+    purge(stack.broker_url)
+    stack.worker(BRIDGE_LOST_AFTER="3s", BRIDGE_DISPATCHER="standalone")
+    feed = """
+    INSERT INTO job (name, queue, params) SELECT 'naps', 'test', '{"seconds": 0.05}' FROM generate_series(1, 60 - (
+        SELECT count(*) FROM job WHERE status IN ('new', 'scheduled') AND label = ''
+    ))
+    """
+
+    def back() -> bool:
+        side.conn.execute(feed)
+        return {side.status(job_id) for job_id in lost} == {"completed"}
+
+    until(back, seconds=40)
+
+
+def test_a_lost_row_that_somebody_locks_keeps_nobody_else_waiting(stack: Stack, side: Side) -> None:
+    dispatcher = stack.dispatcher(BRIDGE_LOST_AFTER="2s")
+    lost = [side.insert("plain") for _ in range(5)]
+    until(lambda: depth(stack.broker_url, "test") == 5)
+    purge(stack.broker_url)
+    with psycopg.connect(stack.database_url) as locker:
+        locker.execute("SELECT FROM job WHERE id = %s FOR UPDATE", (lost[2],))
+        until(lambda: depth(stack.broker_url, "test") == 4, what=lambda: dispatcher.tail)
+        flowing = side.insert("plain")
+        until(lambda: side.status(flowing) == "scheduled", what=lambda: dispatcher.tail)
+    until(lambda: "1 messages of queue test are lost" in dispatcher.log, what=lambda: dispatcher.tail)
+    assert "canceling statement" not in dispatcher.log
+
+
+def test_a_table_that_somebody_locks_for_longer_than_a_lease_aborts_nobody(stack: Stack, side: Side) -> None:
+    worker = stack.worker(BRIDGE_LEASE="3s")
+    job_id = side.insert("naps", params={"seconds": 14})
+    until(lambda: side.status(job_id) == "running" and side.received(job_id))
+    with psycopg.connect(stack.database_url) as locker:
+        locker.execute("LOCK TABLE job IN SHARE MODE")  # as CREATE INDEX does: reads go on, renewals wait
+        expired = "SELECT FROM job WHERE lease_until < clock_timestamp() - interval '3 seconds'"
+        until(lambda: side.rows(expired), what="a lease that was over for a lease")
+    until(lambda: side.status(job_id) == "completed", what=lambda: worker.tail)
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+
+
+def test_a_row_that_somebody_locks_for_longer_than_its_lease_is_not_aborted(stack: Stack, side: Side) -> None:
+    worker = stack.worker(BRIDGE_LEASE="3s")
+    job_id = side.insert("naps", params={"seconds": 14})
+    until(lambda: side.status(job_id) == "running" and side.received(job_id))
+    other = side.insert("naps", params={"seconds": 8})
+    until(lambda: side.status(other) == "running")
+    with psycopg.connect(stack.database_url) as locker:
+        locker.execute("SELECT FROM job WHERE id = %s FOR UPDATE", (job_id,))
+        expired = "SELECT FROM job WHERE id = %s AND lease_until < clock_timestamp() - interval '3 seconds'"
+        until(lambda: side.rows(expired, job_id))
+    until(lambda: {side.status(job_id), side.status(other)} == {"completed"}, what=lambda: worker.tail)
+
+
+def test_a_clock_that_jumps_aborts_nobody(stack: Stack, side: Side) -> None:
+    """To the leases, a step of the database's clock and a suspended machine look like this."""
+    worker = stack.worker(BRIDGE_LEASE="6s")
+    job_id = side.insert("naps", params={"seconds": 9})
+    until(lambda: side.status(job_id) == "running" and side.received(job_id))
+    side.conn.execute("UPDATE job SET lease_until = lease_until - interval '1 hour'")
+    until(lambda: side.status(job_id) == "completed", what=lambda: worker.tail)
+    assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+
+
+def test_a_dead_child_is_closed_though_its_row_is_locked_and_the_keepers_session_killed(
+    stack: Stack, side: Side
+) -> None:
+    worker = stack.worker(concurrency=1, BRIDGE_LEASE="60s")
+    job_id = side.insert("naps", params={"seconds": 60})
+    until(lambda: side.status(job_id) == "running" and side.received(job_id))
+    keeper = "FROM pg_stat_activity WHERE application_name = 'bridge-keeper' AND datname = current_database()"
+    with psycopg.connect(stack.database_url) as locker:
+        locker.execute("SELECT FROM job WHERE id = %s FOR UPDATE", (job_id,))
+        (child,) = worker.children()
+        os.kill(child, signal.SIGKILL)
+        for _ in range(3):  # three times out of patience, and then cut off
+            until(lambda: side.rows(f"SELECT {keeper} AND wait_event_type = 'Lock'"), what=lambda: worker.tail)
+            until(lambda: not side.rows(f"SELECT {keeper} AND wait_event_type = 'Lock'"))
+        side.rows(f"SELECT pg_terminate_backend(pid) {keeper}")
+    until(lambda: side.status(job_id) == "aborted", seconds=20, what=lambda: worker.tail)
+    assert side.row(job_id)["error"]["code"] == "worker-lost"
+
+
+def test_c08_a_broker_that_restarts_in_mid_job_costs_nothing(own: tuple[Servers, Stack]) -> None:
+    servers, stack = own
+    worker = stack.worker(BRIDGE_LOST_AFTER="3s")
+    with psycopg.connect(servers.database_url, autocommit=True) as conn:
+        side = Side(conn)
+        long = side.insert("naps", params={"seconds": 12})
+        until(lambda: side.status(long) == "running" and side.received(long))
+        for _ in range(2):
+            assert servers.valkey is not None
+            servers.valkey.kill()
+            servers.valkey.wait()
+            servers.start_valkey()
+            some = [side.insert("plain") for _ in range(5)]
+            until(lambda some=some: {side.status(each) for each in some} == {"completed"}, what=lambda: worker.tail)
+        until(lambda: side.status(long) == "completed", what=lambda: worker.tail)
+        assert side.events(long) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
+        assert len(side.received(long)) == 1
+    assert worker.end() == 0
+
+
+def test_a_postgres_that_stood_still_aborts_nobody(own: tuple[Servers, Stack]) -> None:
+    """Every process of PostgreSQL is stopped for three leases; the dispatcher's comes back before the keeper's."""
+    servers, stack = own
+    worker = stack.worker(BRIDGE_LEASE="3s")
+    with psycopg.connect(servers.database_url, autocommit=True) as conn:
+        side = Side(conn)
+        job_id = side.insert("naps", params={"seconds": 18})
+        until(lambda: side.status(job_id) == "running" and side.received(job_id))
+        sessions = side.rows(
+            "SELECT pid, application_name AS name FROM pg_stat_activity WHERE backend_type = 'client backend'"
+        )
+        keeper = [row["pid"] for row in sessions if row["name"] == "bridge-keeper"]
+        others = [row["pid"] for row in sessions if row["name"].startswith("bridge") and row["pid"] not in keeper]
+        for pid in (*keeper, *others):
+            os.kill(pid, signal.SIGSTOP)
+        stays(lambda: worker.popen.poll() is None, seconds=9)
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
+        stays(lambda: side.status(job_id) == "running", seconds=0.5)
+        for pid in keeper:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: side.status(job_id) == "completed", what=lambda: f"{side.row(job_id)}\n{worker.tail}")
+
+
+def test_a_poison_row_of_plain_sql_harms_no_other(stack: Stack, side: Side) -> None:
+    """JSON that Python refuses to read, and the last hour of the year 9999, in rows that are over their lease."""
+    huge = "9" * 5000
+    for column in ("meta", "result", "error"):
+        side.conn.execute(
+            f"INSERT INTO job (name, queue, status, lease_until, {column}) "
+            f"VALUES ('plain', 'test', 'running', now() - interval '1 minute', '{huge}')"
+        )
+    far = side.insert("plain", status="running", expires_at="9999-12-31T23:59:59Z", lease_until="2020-01-01T00:00:00Z")
+    honest = side.insert("plain", status="running", lease_until="2021-01-01T00:00:00Z")
+    worker = stack.worker(BRIDGE_LEASE="3s", PGTZ="Europe/Berlin")
+    until(lambda: side.counts() == {"aborted": 5}, what=lambda: f"{side.counts()}\n{worker.tail}")
+    assert {side.status(far), side.status(honest)} == {"aborted"}
 
 
 def test_ten_thousand_at_once_keep_the_window(stack: Stack, side: Side) -> None:

@@ -192,19 +192,27 @@ def test_renew_touches_only_the_runs_that_hold_their_rows(
     runs = {MINE.id: Ticket(running[0], datetime.now(UTC))}
     for job_id in (taken, ended):
         assert ledger.renew(conn, {MINE.id: Ticket(job_id, datetime.now(UTC))}, lease=LEASE) == 0
-    assert ledger.renew(conn, runs, lease=LEASE) == 1
+    assert side.rows("SELECT FROM job WHERE lease_until IS NOT NULL") == []
+    assert ledger.renew(conn, runs, lease=LEASE) == 0
+    assert [row["id"] for row in side.rows("SELECT id FROM job WHERE lease_until IS NOT NULL")] == [running[0]]
     with psycopg.connect(database_url) as other:
         other.execute("SELECT FROM job WHERE id = %s FOR UPDATE", (running[0],))
-        assert ledger.renew(conn, runs, lease=LEASE) == 0, "a locked row is left for the next turn"
+        assert ledger.renew(conn, runs, lease=LEASE) == 1, "a locked row is left for the next turn, and counted"
 
 
-def test_hold_refreshes_only_current_tickets(side: Side, conn: psycopg.Connection) -> None:
+def test_a_held_row_counts_as_claimed_and_keeps_its_hand_over(side: Side, conn: psycopg.Connection) -> None:
     job_id = side.insert("plain", status="scheduled")
     conn.execute("UPDATE job SET modified_at = now() - interval '1 hour'")
-    at = side.row(job_id)["scheduled_at"]
-    assert ledger.hold(conn, [Ticket(job_id, at - timedelta(milliseconds=1))]) == 0
-    assert ledger.hold(conn, [Ticket(job_id, at)]) == 1
-    assert side.rows("SELECT FROM job WHERE modified_at > now() - interval '1 minute'")
+    before = side.row(job_id)
+    at = before["scheduled_at"]
+    old = {"tenant": "default", "before": datetime.now(UTC)}
+    assert [each for each, _ in ledger.unclaimed(conn, "test", **old)] == [job_id]
+    assert ledger.hold(conn, [Ticket(job_id, at - timedelta(milliseconds=1))], lease=LEASE) == 0
+    assert ledger.hold(conn, [Ticket(job_id, at)], lease=LEASE) == 1
+    assert side.row(job_id)["modified_at"] == before["modified_at"]
+    assert ledger.unclaimed(conn, "test", **old) == []
+    conn.execute("UPDATE job SET lease_until = now() - interval '1 second'")
+    assert [each for each, _ in ledger.unclaimed(conn, "test", **old)] == [job_id], "the holder is gone"
 
 
 def test_progress_never_follows_the_end(side: Side, conn: psycopg.Connection, database_url: str) -> None:
@@ -290,6 +298,39 @@ def test_history_is_not_rewritten(side: Side, conn: psycopg.Connection) -> None:
     claim(conn, side, job_id, MINE)
     with pytest.raises(psycopg.errors.RestrictViolation, match="append-only"):
         conn.execute("UPDATE job_event SET actor = 'somebody else'")
+
+
+def test_an_event_goes_with_its_job_and_not_before(side: Side, conn: psycopg.Connection) -> None:
+    job_id = side.insert("plain")
+    claim(conn, side, job_id, MINE)
+    with pytest.raises(psycopg.errors.RestrictViolation, match="append-only"):
+        conn.execute("DELETE FROM job_event")
+    conn.execute("DELETE FROM job WHERE id = %s", (job_id,))
+    assert side.rows("SELECT FROM job_event") == []
+
+
+def test_whoever_may_only_insert_runs_nothing_as_the_owner(side: Side, conn: psycopg.Connection) -> None:
+    """The wake-up runs as its owner; a caller's temporary table of the same name must not be taken for ours."""
+    role = f"bridge_writer_{new_id().hex[-8:]}"
+    conn.execute(f"CREATE ROLE {role}")
+    conn.execute(f"GRANT INSERT ON job TO {role}")
+    try:
+        conn.execute(f"SET ROLE {role}")
+        conn.execute(
+            "CREATE FUNCTION pg_temp.evil() RETURNS boolean LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE EXCEPTION 'ran as %', current_user; END $$"
+        )
+        conn.execute(
+            "CREATE TEMP VIEW bridge_dispatcher AS SELECT gen_random_uuid() AS id, 'default'::text AS tenant, "
+            "pg_temp.evil() AS asleep, now() AS seen_at"
+        )
+        conn.execute("INSERT INTO job (name) VALUES ('plain')")
+    finally:
+        conn.execute("RESET ROLE")
+        conn.execute("DROP VIEW IF EXISTS pg_temp.bridge_dispatcher")
+        conn.execute("DROP FUNCTION IF EXISTS pg_temp.evil()")
+        conn.execute(f"DROP OWNED BY {role}")
+        conn.execute(f"DROP ROLE {role}")
 
 
 def test_one_active_row_of_a_unique_key(side: Side) -> None:

@@ -112,6 +112,7 @@ BAD_OPTIONS: dict[str, dict[str, Any]] = {
     "owner that is no uuid": {"profile_id": "me"},
     "resource that is no uuid": {"resource_id": 7},
     "negative expiry": {"expires_in": -5},
+    "dedupe that is a key": {"dedupe": "orders"},
 }
 
 
@@ -236,6 +237,27 @@ def test_c16_a_forked_child_opens_its_own_connection(app: Celery, side: Side) ->
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0]
     bridge.submit("plain", {"who": "parent"})
     assert len(side.rows("SELECT FROM job")) == 17
+
+
+def test_the_first_use_from_many_threads_at_once(app: Celery, side: Side) -> None:
+    barrier = threading.Barrier(12)
+    failed: list[BaseException] = []
+
+    def first() -> None:
+        barrier.wait()
+        try:
+            for _ in range(5):
+                bridge.submit("plain", {})
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=first) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(side.rows("SELECT FROM job")) == 60
 
 
 def test_submit_survives_a_killed_session(app: Celery, side: Side) -> None:

@@ -126,6 +126,71 @@ def test_c06_a_poison_job_that_may_run_again_does_so_within_its_budget(stack: St
     until(lambda: {side.status(each) for each in others} == {"completed"})
 
 
+def test_t1_memory_that_runs_out_in_the_bookkeeping_ends_the_run_and_not_the_worker(stack: Stack, side: Side) -> None:
+    """Params of 13 MB in a child that has 20 MB left: the claim's answer does not fit."""
+    worker = stack.worker(concurrency=1)
+    starved = side.insert("starves")
+    until(lambda: side.status(starved) == "completed")
+    row = side.conn.execute(
+        "INSERT INTO job (name, queue, params, max_retries) SELECT 'plain', 'test', jsonb_build_object('x', "
+        "string_agg(md5(g::text), '')), 0 FROM generate_series(1, 400000) AS g RETURNING id"
+    ).fetchone()
+    assert row is not None
+    until(
+        lambda: side.status(row[0]) in ("aborted", "failed"), what=lambda: f"{side.row(row[0])['status']} {worker.tail}"
+    )
+    assert worker.popen.poll() is None
+    assert side.events(row[0])[-1][0] == "end"
+
+
+def test_a_row_that_names_a_task_which_is_no_job_does_not_run_it(stack: Stack, side: Side) -> None:
+    worker = stack.worker()
+    job_id = side.insert("celery.backend_cleanup")
+    until(lambda: side.status(job_id) == "failed", what=lambda: worker.tail)
+    assert side.row(job_id)["error"]["ex_type"] == "not-found"
+    assert "Task celery.backend_cleanup" not in worker.log
+
+
+FORGED = {
+    "timelimit that is a number": {"timelimit": 5},
+    "timelimit of text": {"timelimit": ["a", "b"]},
+    "timelimit of one": {"timelimit": [None]},
+    "stamps that are a number": {"stamped_headers": 5},
+    "task that is a list": {"task": ["x"]},
+    "task that is an object": {"task": {}},
+    "retries that are text": {"retries": "many"},
+    "an eta": {"eta": "2099-01-01T00:00:00+00:00"},
+    "an expiry in the past": {"expires": "2000-01-01T00:00:00+00:00"},
+}
+
+
+def test_t2_forged_headers_neither_end_the_worker_nor_change_the_job(stack: Stack, side: Side) -> None:
+    worker = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
+    for headers in FORGED.values():
+        job_id = side.insert("plain")
+        send(stack.broker_url, "plain", side.ticket(job_id), headers=headers)
+        if "task" not in headers:
+            until(lambda job_id=job_id: side.status(job_id) == "completed", what=lambda: worker.tail)
+    job_id = side.insert("plain")
+    after = {"callbacks": [{"task": "plain", "args": [], "kwargs": {}, "options": {}}]}
+    send(stack.broker_url, "plain", side.ticket(job_id), embed=after)
+    until(lambda: "more than a ticket" in worker.log, what=lambda: worker.tail)
+    send(stack.broker_url, "plain", side.ticket(job_id))
+    until(lambda: side.status(job_id) == "completed", what=lambda: worker.tail)
+    assert worker.end() == 0
+
+
+def test_a_job_that_cannot_be_one_ends_the_worker_with_one_sentence(stack: Stack) -> None:
+    (stack.folder / "adopted.py").write_text(
+        "import bridge, celery\napp = bridge.install(celery.Celery('adopted', set_as_current=False))\n"
+        "@app.task(base=bridge.JobTask, name='endless', max_retries=None)\ndef endless(context, params): pass\n"
+    )
+    process = stack.start(["-m", "celery", "-A", "adopted", "worker", "-c", "1"])
+    assert process.popen.wait(30) == 1
+    assert "bridge: Job 'endless': max_retries is a whole number" in process.log
+    assert "Traceback" not in process.log
+
+
 def test_c23_a_hard_time_limit_is_a_failure_of_the_job(stack: Stack, side: Side) -> None:
     worker = stack.worker()
     hard = side.insert("limited", max_retries=0)

@@ -106,7 +106,9 @@ def test_an_address_is_a_url_or_a_conninfo(url):
 
 
 def test_without_a_database_the_error_says_how_to_set_one():
-    with pytest.raises(ConfigurationError, match=r"Set BRIDGE_DATABASE_URL, .*bridge_database_url.*`bridge d"):
+    with pytest.raises(
+        ConfigurationError, match=r"Set BRIDGE_DATABASE_URL, .*bridge_database_url.*`python -m bridge d"
+    ):
         Settings.load({}, {}).database()
 
 

@@ -207,3 +207,20 @@ def test_celery_is_told_what_the_row_says(verdict, answer, said):
 
 def test_celery_is_told_of_success_by_a_return():
     assert _answer(Verdict(Status("completed"), True)) is None
+
+
+def wrong_arguments(params):
+    """Takes one argument."""
+
+
+BAD_HANDLERS = {
+    "one argument": (wrong_arguments, {}, r"takes \(context, params\), not \(params\)"),
+    "a lambda": (lambda context, params: None, {}, "a function with a name"),
+    "a misspelled option": (pay, {"max_retry": 3}, r"'max_retry'; did you mean max_retries\?"),
+}
+
+
+@pytest.mark.parametrize(("handler", "options", "message"), BAD_HANDLERS.values(), ids=BAD_HANDLERS.keys())
+def test_what_would_fail_at_the_first_run_is_refused_at_registration(handler, options, message):
+    with pytest.raises(InvalidJob, match=message):
+        bridge.job("shop.wrong", **options)(handler)

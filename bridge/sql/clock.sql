@@ -1,0 +1,2 @@
+-- clock: the database's time, the only one that decides
+SELECT clock_timestamp() AS at

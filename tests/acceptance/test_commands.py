@@ -1,0 +1,138 @@
+"""The commands as a user types them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT, Stack, until
+
+CELERY = [sys.executable, "-m", "celery"]
+
+
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**{k: v for k, v in os.environ.items() if not k.startswith(("BRIDGE_", "CELERY_"))}, **env}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_celery_has_one_command_of_ours_which_migrates(database_url: str) -> None:
+    said = run(*CELERY, "-A", "bridge", "bridge", "migrate", BRIDGE_DATABASE_URL=database_url)
+    assert (said.returncode, said.stdout) == (0, "The database is at schema version 0001.\n"), said.stderr
+    listed = run(*CELERY, "--help").stdout
+    assert "\n  bridge " in listed
+    assert "plugin" not in listed
+
+
+def test_bridge_broker_url_is_the_broker_of_every_celery_command() -> None:
+    url = "redis://elsewhere:6379/3"
+    shown = run(*CELERY, "-A", "bridge", "report", BRIDGE_BROKER_URL=url).stdout
+    assert "transport:redis" in shown
+    program = "from bridge.celery import app; print(app.connection().as_uri(), app.connection_for_write().as_uri())"
+    assert run(sys.executable, "-c", program, BRIDGE_BROKER_URL=url).stdout.split() == [url, url]
+
+
+def test_no_secret_is_shown(database_url: str) -> None:
+    secret = {
+        "BRIDGE_DATABASE_URL": "postgresql://someone:hush@localhost:1/db",
+        "BRIDGE_BROKER_URL": "redis://:hush@localhost:1/0",
+    }
+    for command in ([*CELERY, "-A", "bridge", "report"], [sys.executable, "-m", "bridge", "migrate"]):
+        said = run(*command, **secret)
+        assert "hush" not in said.stdout + said.stderr
+
+
+MISTAKES = {
+    "no database": (["migrate"], {}, "No database is set. Set BRIDGE_DATABASE_URL"),
+    "no app": (["-A", "nope", "migrate"], {}, "The Celery app 'nope' (-A or CELERY_APP) cannot be imported"),
+    "an address of another kind": (["migrate"], {"BRIDGE_DATABASE_URL": "mysql://x"}, "BRIDGE_DATABASE_URL: its value"),
+    "a broker that is none": (["dispatcher"], {"BRIDGE_BROKER_URL": "localhost"}, "BRIDGE_BROKER_URL: its value"),
+    "a bad duration": (["migrate"], {"BRIDGE_LEASE": "soon"}, "BRIDGE_LEASE: 'soon' is not a duration"),
+    "two brokers": (
+        ["migrate"],
+        {"BRIDGE_BROKER_URL": "redis://a", "CELERY_BROKER_WRITE_URL": "redis://b"},
+        "are both set",
+    ),
+}
+
+
+@pytest.mark.parametrize(("command", "env", "sentence"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_answered_by_one_sentence(command: list[str], env: dict[str, str], sentence: str) -> None:
+    said = run(sys.executable, "-m", "bridge", *command, **env)
+    assert said.returncode == 1
+    assert sentence in said.stderr
+    assert "Traceback" not in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+def test_a_misspelled_setting_is_named(database_url: str) -> None:
+    said = run(sys.executable, "-m", "bridge", "migrate", BRIDGE_DATABASE_URL=database_url, BRIDGE_LEESE="3")
+    assert "BRIDGE_LEESE is no setting, did you mean BRIDGE_LEASE?" in said.stderr
+
+
+def test_dispatcher_once_fails_if_the_broker_does(database_url: str) -> None:
+    import psycopg
+
+    with psycopg.connect(database_url) as conn:
+        conn.execute("INSERT INTO job (name) VALUES ('anything')")
+    env = {"BRIDGE_DATABASE_URL": database_url, "BRIDGE_BROKER_URL": "redis://localhost:1/0"}
+    said = run(sys.executable, "-m", "bridge", "dispatcher", "--once", **env)
+    assert said.returncode == 1
+    assert "the broker does not take queue default" in said.stderr
+
+
+def test_dev_runs_a_command_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text(
+        "set -m\n"  # job control, as in an interactive shell: the worker has a process group of its own
+        f"{sys.executable} -m celery -A bridge worker -c 1 >worker.log 2>&1 &\n"
+        "until grep -q ready. worker.log; do sleep 0.1; done\n"
+        'echo "$BRIDGE_DATABASE_URL" "$(psql -At "$BRIDGE_DATABASE_URL" -c "SELECT count(*) FROM job")"\n'
+        "exit 7\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "BRIDGE_IMPORTS": "tests.jobs"}
+    command = [sys.executable, "-m", "bridge", "dev", "--", "bash", str(script)]
+    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert said.returncode == 7, said.stderr
+    address, count = said.stdout.split()
+    assert count == "0"
+    folder = address.partition("host=")[2]
+    assert not Path(folder).exists()
+    left = subprocess.run(["pgrep", "-f", folder], capture_output=True, text=True, check=False).stdout
+    assert left == ""
+    environments = [path for path in Path("/proc").glob("[0-9]*/environ") if folder in _read(path)]
+    assert environments == []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_dev_says_what_it_cannot_run() -> None:
+    said = run(sys.executable, "-m", "bridge", "dev", "--", "no-such-command")
+    assert said.returncode == 127
+    assert said.stderr == "no-such-command: No such file or directory\n"
+
+
+def test_two_demos_of_servers_at_once_do_not_meet(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bridge", "dev", "--", "sh", "-c", 'echo "$BRIDGE_BROKER_URL"; sleep 1']
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = {process.communicate(timeout=60)[0] for process in both}
+    assert len(said) == 2
+    assert [process.returncode for process in both] == [0, 0]
+
+
+def test_a_worker_says_what_is_wrong_with_its_database_in_one_sentence(stack: Stack, admin_url: str) -> None:
+    process = stack.start(["-m", "celery", "-A", "bridge", "worker", "-c", "1"], BRIDGE_DATABASE_URL=admin_url)
+    until(lambda: process.popen.poll() is not None)
+    assert "bridge: The database is at schema version none" in process.log
+    assert "Run: python -m bridge migrate" in process.log
+    assert "Traceback" not in process.log
