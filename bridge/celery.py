@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from importlib.util import find_spec
@@ -23,6 +24,8 @@ from bridge.runner import Runner
 from bridge.settings import Settings, broker_url, modules
 from bridge.submission import Submission
 from bridge.task import JobTask
+
+logger = logging.getLogger(__name__)
 
 CHANNEL = "bridge_due"
 PRODUCER_CONNECTIONS = 8
@@ -69,6 +72,7 @@ def build(app: Celery) -> runtime.Bridge:
         SettingError: a setting is bad.
     """
     settings = Settings.load(os.environ, app.conf)
+    _point_at_broker(app)
     database = Database(settings.database, size=PRODUCER_CONNECTIONS)
 
     def new_dispatcher() -> Dispatcher:
@@ -114,7 +118,10 @@ def _lay_below(sender: Celery, **_: object) -> None:
     maps = cast(list[Any], sender.conf.maps)
     if not any(each is _BELOW_THE_USERS_OWN for each in maps):
         maps.insert(len(maps) - 1, _BELOW_THE_USERS_OWN)
-    _point_at_broker(sender)
+    try:
+        _point_at_broker(sender)
+    except SettingError as error:  # raised again by whoever builds the Bridge; Celery's signals only log errors
+        logger.error("%s", error)
     wanted = modules(os.environ.get("BRIDGE_IMPORTS", ""))
     sender.conf.imports = tuple(dict.fromkeys((*sender.conf.imports, *wanted)))
 
