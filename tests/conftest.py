@@ -74,17 +74,28 @@ def database_url(admin_url: str, template: str) -> Iterator[str]:
     """A fresh, migrated database."""
     name = f"bridge_test_{uuid.uuid4().hex[:8]}"
     with psycopg.connect(admin_url, autocommit=True) as conn:
-        conn.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        clone(conn, name, template)
         yield make_conninfo(admin_url, dbname=name)
         conn.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def clone(conn: psycopg.Connection, name: str, template: str) -> None:
+    """Clone the template, by copying its files where the server can: a third of the time."""
+    how = "STRATEGY file_copy" if conn.info.server_version >= 150_000 else ""
+    conn.execute(f"CREATE DATABASE {name} TEMPLATE {template} {how}")
 
 
 @pytest.fixture
 def broker_url(servers: Servers | None) -> str:
     """An empty broker."""
-    url = os.environ.get("BRIDGE_TEST_BROKER_URL") or (servers.broker_url if servers else "")
+    url = broker_of(servers)
     purge(url)
     return url
+
+
+def broker_of(servers: Servers | None) -> str:
+    """The broker of this run."""
+    return os.environ.get("BRIDGE_TEST_BROKER_URL") or (servers.broker_url if servers else "")
 
 
 @pytest.fixture

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID, uuid4
 
+import psycopg
 import pytest
 from prometheus_client import REGISTRY
+from psycopg.conninfo import make_conninfo
 
 import bridge
 from bridge import ledger, runtime
+from bridge.embedded import Servers
 from bridge.records import Run, Ticket, new_id
 from bridge.runner import Verdict
-from tests.support import Side, Stack, broker, send, until
+from tests.conftest import broker_of, clone
+from tests.support import Process, Side, Stack, broker, send, until
 
 ECHO = {"object": "snapshot", "deleted_at": "2026-01-01T00:00:00+00:00", "id": "0199b1a7-0000-7000-8000-000000000000"}
 RETRY_ERROR = {"type": "retry", "code": "failed", "hint": "transient failure", "ex_type": "retry"}
-Deliver = Callable[..., None]
 
 
 def run_here(one: runtime.Bridge, side: Side, job_id: UUID, ticket: list[str] | None = None) -> Verdict:
@@ -30,35 +34,74 @@ def run_here(one: runtime.Bridge, side: Side, job_id: UUID, ticket: list[str] | 
         return one.runner.run(Ticket.parse(ticket or side.ticket(job_id)), Run(new_id(), "here"), definition)
 
 
-@pytest.fixture(params=["in-process", "prefork"])
-def deliver(request: pytest.FixtureRequest, side: Side) -> Iterator[Deliver]:
+class Deliver(Protocol):
     """Deliver a row's ticket once, and return when the delivery has been dealt with."""
-    if request.param == "in-process":
-        one: runtime.Bridge = request.getfixturevalue("one")
 
-        def here(job_id: UUID, ticket: list[str] | None = None) -> None:
-            run_here(one, side, job_id, ticket)
+    side: Side
 
-        yield here
-        return
-    stack: Stack = request.getfixturevalue("stack")
-    # Tickets are pushed by hand: a dispatcher would hand the rows over too.
-    worker = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
+    def __call__(self, job_id: UUID, ticket: list[str] | None = None) -> None: ...
 
-    def dealt(job_id: UUID) -> int:
+
+@dataclass
+class Here:
+    """In this process, as a worker's child does it."""
+
+    side: Side
+    one: runtime.Bridge
+
+    def __call__(self, job_id: UUID, ticket: list[str] | None = None) -> None:
+        run_here(self.one, self.side, job_id, ticket)
+
+
+@dataclass
+class There:
+    """On a real prefork worker. Tickets are pushed by hand: a dispatcher would hand the rows over too."""
+
+    side: Side
+    stack: Stack
+    worker: Process
+
+    def __call__(self, job_id: UUID, ticket: list[str] | None = None) -> None:
+        before = self.dealt(job_id)
+        send(
+            self.stack.broker_url, self.side.row(job_id)["name"], ticket or self.side.ticket(job_id), queue="reference"
+        )
+        until(lambda: self.dealt(job_id) > before, what=lambda: self.worker.tail)
+
+    def dealt(self, job_id: UUID) -> int:
         # Celery's line when a task ends: "Task name[id] succeeded", "retry", "raised expected", "ignored"
-        return sum(f"[{job_id}] " in line and "received" not in line for line in worker.log.splitlines())
-
-    def there(job_id: UUID, ticket: list[str] | None = None) -> None:
-        before = dealt(job_id)
-        send(stack.broker_url, side.row(job_id)["name"], ticket or side.ticket(job_id))
-        until(lambda: dealt(job_id) > before, what=lambda: worker.tail)
-
-    yield there
-    assert worker.end() == 0
+        return sum(f"[{job_id}] " in line and "received" not in line for line in self.worker.log.splitlines())
 
 
-def test_r1_handler_gets_decoded_typed_params(deliver: Deliver, side: Side) -> None:
+@pytest.fixture(scope="module")
+def there(
+    admin_url: str, template: str, servers: Servers | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[There]:
+    """One worker for all rows, on a database and a queue of its own."""
+    name = f"bridge_reference_{uuid4().hex[:8]}"
+    broker_url = broker_of(servers)
+    with psycopg.connect(admin_url, autocommit=True) as admin:
+        clone(admin, name, template)
+        url = make_conninfo(admin_url, dbname=name)
+        folder = tmp_path_factory.mktemp("reference")
+        with Stack(url, broker_url, folder) as stack, psycopg.connect(url, autocommit=True) as conn:
+            worker = stack.worker("-Q", "reference", concurrency=1, BRIDGE_DISPATCHER="standalone")
+            yield There(Side(conn), stack, worker)
+            assert worker.end() == 0
+        admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=["in-process", "prefork"])
+def deliver(request: pytest.FixtureRequest) -> Deliver:
+    """Both ways."""
+    if request.param == "in-process":
+        return Here(request.getfixturevalue("side"), request.getfixturevalue("one"))
+    found: There = request.getfixturevalue("there")
+    return found
+
+
+def test_r1_handler_gets_decoded_typed_params(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert(params=ECHO)
     deliver(job_id)
     (call,) = side.received(job_id)
@@ -72,7 +115,8 @@ def test_r1_handler_gets_decoded_typed_params(deliver: Deliver, side: Side) -> N
     assert row["error"] is None
 
 
-def test_r2_context_has_exactly_the_five_fields(deliver: Deliver, side: Side) -> None:
+def test_r2_context_has_exactly_the_five_fields(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert(params=ECHO, label="runner-label")
     deliver(job_id)
     (call,) = side.received(job_id)
@@ -103,7 +147,8 @@ def test_r3_one_observation_of_each_metric(one: runtime.Bridge, side: Side) -> N
     assert [after - old for after, old in zip(look(), before, strict=True)] == [1, 1, 1, 1]
 
 
-def test_r4_cancelled_job_is_skipped(deliver: Deliver, side: Side) -> None:
+def test_r4_cancelled_job_is_skipped(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert(params=ECHO)
     side.conn.execute("UPDATE job SET status = 'cancelled' WHERE id = %s", (job_id,))
     before = side.row(job_id)
@@ -113,7 +158,8 @@ def test_r4_cancelled_job_is_skipped(deliver: Deliver, side: Side) -> None:
     assert side.received(job_id) == []
 
 
-def test_r5_retry_with_backoff_respects_max_retries(deliver: Deliver, side: Side) -> None:
+def test_r5_retry_with_backoff_respects_max_retries(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert("again", params={"delay": 1000}, max_retries=1)
     deliver(job_id)
     row = side.row(job_id)
@@ -125,7 +171,8 @@ def test_r5_retry_with_backoff_respects_max_retries(deliver: Deliver, side: Side
     assert row["completed_at"] is None
 
 
-def test_r6_delay_as_plain_milliseconds(deliver: Deliver, side: Side) -> None:
+def test_r6_delay_as_plain_milliseconds(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert("again", params={"delay": 5000})
     deliver(job_id)
     row = side.row(job_id)
@@ -133,7 +180,8 @@ def test_r6_delay_as_plain_milliseconds(deliver: Deliver, side: Side) -> None:
     assert 4 < (row["scheduled_at"] - row["modified_at"]).total_seconds() < 6
 
 
-def test_r7_noop_retry_at_zero_uses_the_base_delay(deliver: Deliver, side: Side) -> None:
+def test_r7_noop_retry_at_zero_uses_the_base_delay(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert("again", params={"delay": 5000, "strategy": "noop"})
     deliver(job_id)
     row = side.row(job_id)
@@ -141,7 +189,8 @@ def test_r7_noop_retry_at_zero_uses_the_base_delay(deliver: Deliver, side: Side)
     assert 4 < (row["scheduled_at"] - row["modified_at"]).total_seconds() < 6
 
 
-def test_r8_ordinary_exception_fails_without_retries_left(deliver: Deliver, side: Side) -> None:
+def test_r8_ordinary_exception_fails_without_retries_left(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert("raises", params={"what": "ValueError"}, max_retries=0)
     deliver(job_id)
     row = side.row(job_id)
@@ -149,7 +198,8 @@ def test_r8_ordinary_exception_fails_without_retries_left(deliver: Deliver, side
     assert row["error"] == {"type": "internal", "code": "failed", "hint": "fatal", "ex_type": "ValueError"}
 
 
-def test_r9_terminal_write_does_not_overwrite_an_abort(deliver: Deliver, side: Side) -> None:
+def test_r9_terminal_write_does_not_overwrite_an_abort(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert("aborts-itself")
     deliver(job_id)
     row = side.row(job_id)
@@ -172,7 +222,8 @@ def test_r10_claim_requires_the_current_scheduled_at(one: runtime.Bridge, side: 
     assert side.status(job_id) == "running"
 
 
-def test_r11_stale_ticket_is_skipped_after_a_reschedule(deliver: Deliver, side: Side) -> None:
+def test_r11_stale_ticket_is_skipped_after_a_reschedule(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert(params=ECHO)
     stale = side.ticket(job_id)
     side.conn.execute(
@@ -204,7 +255,8 @@ def test_r12_unknown_job_name_fails_fast(stack: Stack, side: Side) -> None:
     assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "failed"})]
 
 
-def test_r13_schema_violation_fails_fast(deliver: Deliver, side: Side) -> None:
+def test_r13_schema_violation_fails_fast(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert(params={**ECHO, "id": "secret-but-no-uuid"}, max_retries=3)
     deliver(job_id)
     row = side.row(job_id)
@@ -286,19 +338,22 @@ def test_r16_envelope_splits(one: runtime.Bridge, side: Side, typed: bool) -> No
     assert side.events(job_id)[1:] == [("end", {"outcome": "completed"})]
 
 
-def test_r17_events_of_a_success(deliver: Deliver, side: Side) -> None:
+def test_r17_events_of_a_success(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert(params=ECHO)
     deliver(job_id)
     assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
 
 
-def test_r18_events_of_a_retry(deliver: Deliver, side: Side) -> None:
+def test_r18_events_of_a_retry(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert("again", params={"delay": 1})
     deliver(job_id)
     assert side.events(job_id) == [("start", {"attempt": 1}), ("retry", {"attempt": 2, "reason": "backoff"})]
 
 
-def test_r19_events_of_a_noop(deliver: Deliver, side: Side) -> None:
+def test_r19_events_of_a_noop(deliver: Deliver) -> None:
+    side = deliver.side
     job_id = side.insert("again", params={"delay": 1, "strategy": "noop"})
     deliver(job_id)
     assert side.events(job_id) == [("start", {"attempt": 1}), ("retry", {"attempt": 1, "reason": "noop"})]
