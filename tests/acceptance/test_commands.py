@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -89,8 +90,8 @@ def test_dev_runs_a_command_and_leaves_nothing_behind(tmp_path: Path) -> None:
     script = tmp_path / "script.sh"
     script.write_text(
         "set -m\n"  # job control, as in an interactive shell: the worker has a process group of its own
-        f"{sys.executable} -m celery -A bridge worker -c 1 -l info >worker.log 2>&1 &\n"
-        "until grep -q ready. worker.log; do sleep 0.1; done\n"
+        f"{shlex.quote(sys.executable)} -m celery -A bridge worker -c 1 -l info >worker.log 2>&1 &\n"
+        "for i in $(seq 300); do grep -q ready. worker.log && break; sleep 0.1; done\n"
         'echo "$BRIDGE_DATABASE_URL" "$(psql -At "$BRIDGE_DATABASE_URL" -c "SELECT count(*) FROM job")"\n'
         "exit 7\n"
     )
