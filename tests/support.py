@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psycopg
 from celery import Celery
@@ -142,6 +142,7 @@ class Process:
 
     popen: subprocess.Popen[bytes]
     path: Path
+    node: str = ""
 
     @property
     def log(self) -> str:
@@ -204,8 +205,11 @@ class Stack:
         if "-Q" not in arguments:
             arguments = ("-Q", "test,default", *arguments)
         command = ["-m", "celery", "-A", "bridge", "worker", "-P", pool, "-c", str(concurrency), "-l", "info"]
-        command += ["--without-mingle", "--without-gossip", "-n", f"w{len(self.processes)}@test"]
+        # a name of its own: RabbitMQ keeps a killed worker's exclusive queue for a while
+        node = f"w{len(self.processes)}-{uuid4().hex[:6]}@test"
+        command += ["--without-mingle", "--without-gossip", "-n", node]
         process = self.start([*command, *arguments], **settings)
+        process.node = node
         process.says(" ready.")
         return process
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import ROOT, Side, Stack, until
 
-PYTHONS = [each for each in os.environ.get("BRIDGE_TEST_PYTHONS", sys.executable).split(",") if each]
+PYTHONS = [each for each in (os.environ.get("BRIDGE_TEST_PYTHONS") or sys.executable).split(",") if each]
 NEEDED = {
     "alembic",
     "celery",

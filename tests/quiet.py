@@ -1,0 +1,3 @@
+"""The Celery configuration of workers without events, which is Celery's default."""
+
+worker_send_task_events = False
