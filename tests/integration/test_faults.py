@@ -294,6 +294,7 @@ def refused_queue(url: str, name: str) -> Iterator[None]:
             yield
             channel.client.delete(name)
         else:
+            channel.queue_delete(name)  # an earlier test's dispatcher has declared it in the end
             channel.queue_declare(name, durable=False, auto_delete=False)
             yield
             channel.queue_delete(name)
