@@ -13,10 +13,11 @@ from celery import Celery
 from celery.utils.imports import cwd_in_path
 
 from bridge import runtime, worker
-from bridge.database import Database, Listener
+from bridge.database import Database
 from bridge.dispatcher import Dispatcher
 from bridge.errors import SettingError, UnknownJob
 from bridge.keeper import Keeper
+from bridge.listener import Listener
 from bridge.progress import Heart
 from bridge.publishing import CeleryPublisher
 from bridge.records import Definition

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import psycopg
-from psycopg import pq, sql
+from psycopg import pq
 from psycopg.rows import TupleRow
 
 from bridge.errors import ConfigurationError, DatabaseError, DatabaseUnavailable
@@ -212,72 +211,6 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-@dataclass(slots=True)
-class Listener:
-    """Waits for notifications that rows are due, on a connection of its own.
-
-    A dead or missing connection costs one wait, never a job: the caller polls anyhow.
-    """
-
-    database: Database
-    channel: str
-    _conn: Connection | None = None
-    _silent: bool = False
-
-    def ready(self) -> None:
-        """Listen from now on, if that is possible."""
-        try:
-            self._listening()
-        except (DatabaseError, psycopg.Error) as error:
-            self._failed(error)
-
-    def wait(self, seconds: float, stop: threading.Event, payload: str) -> bool:
-        """Wait that long, at most, for a notification with that payload; true if one came."""
-        try:
-            conn = self._listening()
-        except (DatabaseError, psycopg.Error) as error:
-            self._failed(error)
-            stop.wait(seconds)
-            return False
-        deadline = time.monotonic() + seconds
-        try:
-            while (left := deadline - time.monotonic()) > 0 and not stop.is_set():
-                notices = list(conn.notifies(timeout=min(left, 0.5), stop_after=1))
-                if notices:
-                    notices += conn.notifies(timeout=0)  # a burst is one wake-up
-                if any(notice.payload == payload for notice in notices):
-                    return True
-        except psycopg.Error as error:
-            self._failed(error)
-            stop.wait(max(0.0, deadline - time.monotonic()))
-        return False
-
-    def close(self) -> None:
-        """Stop listening."""
-        if self._conn is not None:
-            self._conn.close()
-            self._conn = None
-
-    def _listening(self) -> Connection:
-        if self._conn is None:
-            conn = self.database.connect()
-            conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
-            self._conn = conn
-            if self._silent:
-                logger.info("wake-ups: listening again")
-                self._silent = False
-        return self._conn
-
-    def _failed(self, error: Exception) -> None:
-        self.close()
-        if not self._silent:
-            logger.warning(
-                "wake-ups: the listening connection is gone (%s); polling until it is back",
-                type(error).__name__,
-            )
-            self._silent = True
 
 
 def _alive(conn: Connection) -> bool:

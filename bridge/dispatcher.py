@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Protocol
 from uuid import UUID
 
 from bridge import ledger
-from bridge.database import Connection, Database, Listener
+from bridge.database import Connection, Database
 from bridge.errors import BridgeError, DatabaseUnavailable, PublishError
-from bridge.lifecycle import Status
-from bridge.outcome import Abort, judge_orphan
+from bridge.listener import Listener
 from bridge.records import Handover, new_id
 from bridge.settings import Settings
+from bridge.sweeps import LostMessages, Orphans
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ _IDLE_AFTER = 0.1  # seconds without one
 
 _REFUSED = timedelta(minutes=1)
 _LONGEST_ASIDE = 30.0
-_ORPHANS_AT_ONCE = 100
 
 
 class Publisher(Protocol):
@@ -65,22 +63,6 @@ class _Aside:
     pause: float = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A queue as it was at a time: the broker's messages, and the newest rows that were handed over."""
-
-    at: datetime
-    depth: int
-    newest: dict[UUID, datetime]
-
-
-def _newest_of_age(samples: deque[_Sample], before: datetime) -> _Sample | None:
-    """The newest sample that is not younger; the older ones are dropped."""
-    while len(samples) > 1 and samples[1].at <= before:
-        samples.popleft()
-    return samples[0] if samples[0].at <= before else None
-
-
 @dataclass(slots=True)
 class Dispatcher:
     """A loop; `step()` is one turn of it.
@@ -100,10 +82,8 @@ class Dispatcher:
     _asleep: bool | None = None
     _marked_at: float = float("-inf")
     _aside: dict[str, _Aside] = field(default_factory=dict)
-    _samples: dict[str, deque[_Sample]] = field(default_factory=dict)
-    _uncounted: set[str] = field(default_factory=set)
-    _contact: tuple[datetime, datetime] | None = None  # since when, and when last
-    _suspects: set[tuple[UUID, UUID | None]] = field(default_factory=set)
+    _orphans: Orphans = field(init=False)
+    _lost: LostMessages = field(init=False)
     _swept: dict[str, float] = field(default_factory=dict)
     _seen_event: int | None = None
     _trouble: str = ""
@@ -113,6 +93,10 @@ class Dispatcher:
     _crowded: bool = False
     _full: bool = False
     _broker_gone: bool = False
+
+    def __post_init__(self) -> None:
+        self._orphans = Orphans(self.database, self.settings)
+        self._lost = LostMessages(self.database, self.settings, self.publisher.depth)
 
     def start(self) -> None:
         """Run the loop in a thread."""
@@ -182,8 +166,8 @@ class Dispatcher:
             pause = min(pause, self._dispatch(name) if due_in <= 0 else max(due_in, 0.001))
         if self._busy():
             pause = min(pause, BUSY)
-        self._sweep("orphans", min(self.settings.lease.total_seconds() / 6, 5.0), self._end_orphans)
-        self._sweep("lost", min(self.settings.lost_after.total_seconds() / 4, 15.0), self._recover_lost)
+        self._sweep("orphans", min(self.settings.lease.total_seconds() / 6, 5.0), self._orphans.sweep)
+        self._sweep("lost", min(self.settings.lost_after.total_seconds() / 4, 15.0), self._lost.sweep)
         self._sweep("revoked", 0.5, self._announce)
         return pause
 
@@ -265,96 +249,13 @@ class Dispatcher:
         pause, aside.pause = aside.pause, min(aside.pause * 2, _LONGEST_ASIDE)
         return pause
 
-    # Sweeps
+    # Sweeps: bridge.sweeps does them
 
     def _sweep(self, name: str, every: float, sweep: Callable[[], None]) -> None:
         now = time.monotonic()
         if now - self._swept.get(name, float("-inf")) >= every:
             self._swept[name] = now
             sweep()
-
-    def _end_orphans(self) -> None:
-        """End the runs whose lease is over, unless renewals may have been impossible until just now."""
-        tenant, ended = self.settings.tenant, []
-        with self.database.transaction() as conn:
-            if not self._in_contact(ledger.probe(conn)):
-                self._suspects = set()
-                return
-            asked = time.monotonic()
-            found = ledger.orphans(conn, tenant=tenant, limit=_ORPHANS_AT_ONCE)
-            if time.monotonic() - asked > self.settings.lease.total_seconds() / 3:  # PostgreSQL stood still over it
-                return
-            for job in found:
-                # Seen twice: a row that somebody had locked until just now could not be renewed.
-                if (job.id, job.run_id) not in self._suspects:
-                    continue
-                outcome = judge_orphan(job)
-                if ledger.settle(conn, job.id, outcome, tenant=tenant, actor="dispatcher", run=job.run_id):
-                    ended.append((job, Status.ABORTED if isinstance(outcome, Abort) else Status.RETRY))
-            self._suspects = {(job.id, job.run_id) for job in found}
-        for job, status in ended:
-            where = job.worker or "an unknown worker"
-            logger.error("job %s (%s): its lease on %s is over; %s", job.id, job.name, where, status)
-
-    def _in_contact(self, now: datetime) -> bool:
-        """Have probes succeeded for half a lease, without a gap of a third of it by the database's clock?
-
-        A probe is a write as renewals are. An outage, a lock on the table, a server that stood still, a
-        suspended machine, a clock that jumped: each leaves a gap, after which everybody may first renew.
-        """
-        allowed = self.settings.lease / 3
-        if self._contact is None or now - self._contact[1] > allowed:
-            self._contact = (now, now)
-        else:
-            self._contact = (self._contact[0], now)
-        return now - self._contact[0] >= self.settings.lease / 2  # a keeper has renewed within a third
-
-    def _recover_lost(self) -> None:
-        with self.database.connection() as conn:
-            ages = ledger.handed_over(conn, tenant=self.settings.tenant)
-        for name in self._samples.keys() - ages.keys():
-            del self._samples[name]
-        for name, oldest in ages.items():
-            if oldest >= self.settings.lost_after.total_seconds() / 4:
-                self._recover_queue(name)
-
-    def _recover_queue(self, name: str) -> None:
-        """Take back the rows whose messages are certainly gone: docs/decisions/0005-lost-messages.md."""
-        tenant = self.settings.tenant
-        try:
-            with self.database.transaction() as conn:
-                at = ledger.lock_queue(conn, name, tenant=tenant)
-                if at is None:
-                    return
-                samples = self._samples.setdefault(name, deque())
-                newest = ledger.newest(conn, name, tenant=tenant)
-                samples.append(_Sample(at, self.publisher.depth(name), newest))
-                old = _newest_of_age(samples, at - self.settings.lost_after)
-                lost = self._lost(conn, name, old) if old else []
-                if lost and (changed := ledger.reschedule(conn, lost, tenant=tenant)):
-                    logger.warning(
-                        "dispatcher: %d messages of queue %s are lost; their rows are published again", changed, name
-                    )
-        except PublishError as error:
-            if name not in self._uncounted:
-                self._uncounted.add(name)
-                logger.warning(
-                    "dispatcher: the depth of queue %s is unknown (%s); none of its rows counts as lost", name, error
-                )
-        else:
-            self._uncounted.discard(name)
-
-    def _lost(self, conn: Connection, name: str, sample: _Sample) -> list[UUID]:
-        """Rows that were handed over before a sample of BRIDGE_LOST_AFTER ago, and that nobody claimed or held since.
-
-        Those that exceed the messages of then are lost; and so are those that were overtaken, that is, handed
-        over before a row whose message, in the queue at the time, has since been received.
-        """
-        found = ledger.unclaimed(conn, name, tenant=self.settings.tenant, before=sample.at)
-        passed = ledger.started(conn, list(sample.newest), after=sample.at)
-        reached = max((sample.newest[each] for each in passed), default=None)
-        overtaken = sum(reached is not None and handed_over < reached for _, handed_over in found)
-        return [job_id for job_id, _ in found[: max(overtaken, len(found) - sample.depth)]]
 
     def _announce(self) -> None:
         with self.database.connection() as conn:
@@ -394,7 +295,8 @@ class Dispatcher:
         return changed
 
     def _broken(self) -> None:
-        self._contact = self._asleep = None
+        self._orphans.broken()
+        self._asleep = None
 
     def _troubled(self, trouble: str) -> float:
         if not self._trouble:
@@ -409,7 +311,7 @@ class Dispatcher:
             self._trouble = ""
 
     def _pause_limit(self) -> float:
-        """The longest sleep: the poll interval, but never so long that the contact `_end_orphans` asks for ends."""
+        """The longest sleep: the poll interval, but short enough for the contact that ending orphans asks for."""
         return min(self.settings.poll_interval, self.settings.lease / 6).total_seconds()
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""What the dispatcher remembers of a queue, at every setting; its work is tested on real servers."""
+"""What the sweep for lost messages remembers of a queue, at every setting; its work is tested on real servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from bridge.dispatcher import _newest_of_age, _Sample
+from bridge.sweeps import _newest_of_age, _Sample
 
 
 @pytest.mark.parametrize("lost_after", [1, 3, 60, 224, 300, 3600, 86400])
