@@ -16,7 +16,7 @@ test: $(READY)
 unit: $(READY)
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 
-# branches, in the workers' processes and their children too; the gaps are named in CONTRIBUTING.md
+# branches, in the workers' processes and their children too; slow
 coverage: $(READY)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -n 4 -q $(ARGS)
