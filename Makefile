@@ -9,9 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python -m bridge demo
 
-# four at a time, because most tests wait for a process; each of the four has servers of its own
+# four at a time, because most tests wait for a process; each of the four has servers of its own, and takes over work
 test: $(READY)
-	$(BIN)/python -m pytest -n 4 $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 unit: $(READY)
 	$(BIN)/python -m pytest tests/unit $(ARGS)
