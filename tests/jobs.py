@@ -102,6 +102,15 @@ def naps(context: Context, params: dict[str, Any]) -> str:
     return "rested"
 
 
+@job("held", queue="test")
+def held(context: Context, params: dict[str, Any]) -> str:
+    """Runs until the test makes the file that params name."""
+    note(context, params)
+    while not Path(params["until"]).exists():
+        _tick.wait(0.02)
+    return "let go"
+
+
 @job("lost-again", queue="test", retry_lost=True, max_retries=1)
 def lost_again(context: Context, params: dict[str, Any]) -> None:
     """Kills its process."""

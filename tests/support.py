@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -179,6 +179,16 @@ class Process:
         return self.popen.wait(timeout=seconds)
 
 
+def _end(running: list[subprocess.Popen[bytes]]) -> None:
+    """Ask processes to end, first for their jobs' sake, then at once."""
+    for how in (signal.SIGTERM, signal.SIGQUIT):
+        for popen in running:
+            popen.send_signal(how)
+        with suppress(AssertionError):
+            until(lambda: all(popen.poll() is not None for popen in running), seconds=5)
+            return
+
+
 @dataclass
 class Stack:
     """Workers and dispatchers as processes."""
@@ -194,9 +204,11 @@ class Stack:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            if process.popen.poll() is None:
-                process.popen.kill()
+        running = [process.popen for process in self.processes if process.popen.poll() is None]
+        if "COVERAGE_PROCESS_CONFIG" in os.environ:  # a process that is killed saves nothing
+            _end(running)
+        for popen in running:
+            popen.kill()
         for process in self.processes:
             process.popen.wait()
 

@@ -148,28 +148,33 @@ def test_a_lost_row_that_somebody_locks_keeps_nobody_else_waiting(stack: Stack, 
     assert "canceling statement" not in dispatcher.log
 
 
-def test_a_table_that_somebody_locks_for_longer_than_a_lease_aborts_nobody(stack: Stack, side: Side) -> None:
+def test_a_table_that_somebody_locks_for_longer_than_a_lease_aborts_nobody(
+    stack: Stack, side: Side, tmp_path: Path
+) -> None:
     worker = stack.worker(BRIDGE_LEASE="3s")
-    job_id = side.insert("naps", params={"seconds": 14})
+    job_id = side.insert("held", params={"until": str(tmp_path / "go")})
     until(lambda: side.status(job_id) == "running" and side.received(job_id))
     with psycopg.connect(stack.database_url) as locker:
         locker.execute("LOCK TABLE job IN SHARE MODE")  # as CREATE INDEX does: reads go on, renewals wait
         expired = "SELECT FROM job WHERE lease_until < clock_timestamp() - interval '3 seconds'"
         until(lambda: side.rows(expired), what="a lease that was over for a lease")
+    (tmp_path / "go").touch()
     until(lambda: side.status(job_id) == "completed", what=lambda: worker.tail)
     assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
 
 
-def test_a_row_that_somebody_locks_for_longer_than_its_lease_is_not_aborted(stack: Stack, side: Side) -> None:
+def test_a_row_that_somebody_locks_for_longer_than_its_lease_is_not_aborted(
+    stack: Stack, side: Side, tmp_path: Path
+) -> None:
     worker = stack.worker(BRIDGE_LEASE="3s")
-    job_id = side.insert("naps", params={"seconds": 14})
+    job_id, other = (side.insert("held", params={"until": str(tmp_path / "go")}) for _ in range(2))
     until(lambda: side.status(job_id) == "running" and side.received(job_id))
-    other = side.insert("naps", params={"seconds": 8})
     until(lambda: side.status(other) == "running")
     with psycopg.connect(stack.database_url) as locker:
         locker.execute("SELECT FROM job WHERE id = %s FOR UPDATE", (job_id,))
         expired = "SELECT FROM job WHERE id = %s AND lease_until < clock_timestamp() - interval '3 seconds'"
         until(lambda: side.rows(expired, job_id))
+    (tmp_path / "go").touch()
     until(lambda: {side.status(job_id), side.status(other)} == {"completed"}, what=lambda: worker.tail)
 
 
@@ -312,11 +317,14 @@ def test_a_queue_that_the_broker_refuses_is_set_aside_alone(stack: Stack, side: 
     until(lambda: {side.status(job_id) for job_id in refused} == {"scheduled"}, what=lambda: worker.tail)
 
 
-def test_c09_a_warm_stop_leaves_what_was_reserved_pending(stack: Stack, side: Side) -> None:
+def test_c09_a_warm_stop_leaves_what_was_reserved_pending(stack: Stack, side: Side, tmp_path: Path) -> None:
     worker = stack.worker("--prefetch-multiplier", "10", concurrency=1)
-    ids = [side.insert("naps", params={"seconds": 2}) for _ in range(5)]
+    ids = [side.insert("held", params={"until": str(tmp_path / "go")}) for _ in range(5)]
     until(lambda: side.counts() == {"running": 1, "scheduled": 4})
-    assert worker.end() == 0
+    worker.kill(signal.SIGTERM)
+    worker.says("Warm shutdown")
+    (tmp_path / "go").touch()
+    assert worker.popen.wait(60) == 0
     assert side.counts() == {"completed": 1, "scheduled": 4}
     stack.worker()
     until(lambda: side.counts() == {"completed": 5}, what="the messages went back to the queue")
@@ -324,15 +332,16 @@ def test_c09_a_warm_stop_leaves_what_was_reserved_pending(stack: Stack, side: Si
         assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
 
 
-def test_a_cold_stop_gives_the_run_back(stack: Stack, side: Side) -> None:
+def test_a_cold_stop_gives_the_run_back(stack: Stack, side: Side, tmp_path: Path) -> None:
     worker = stack.worker(concurrency=1)
-    job_id = side.insert("naps", params={"seconds": 5})
+    job_id = side.insert("held", params={"until": str(tmp_path / "go")})
     until(lambda: side.status(job_id) == "running" and side.received(job_id))
     worker.end(signal.SIGQUIT)
     row = side.row(job_id)
     assert row["status"] in ("retry", "scheduled"), worker.tail
     assert row["retry_num"] == 0
     assert side.events(job_id) == [("start", {"attempt": 1}), ("retry", {"attempt": 1, "reason": "noop"})]
+    (tmp_path / "go").touch()
     stack.worker()
     until(lambda: side.status(job_id) == "completed")
     assert len(side.received(job_id)) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from datetime import timedelta
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -224,25 +225,28 @@ def test_c24_a_soft_limit_does_not_hit_the_bookkeeping(stack: Stack, side: Side)
     assert side.row(too_long)["error"]["code"] == "timeout"
 
 
-def test_a_second_delivery_whose_child_is_killed_leaves_the_first_run_alone(stack: Stack, side: Side) -> None:
+def test_a_second_delivery_whose_child_is_killed_leaves_the_first_run_alone(
+    stack: Stack, side: Side, tmp_path: Path
+) -> None:
     """Two workers, one ticket delivered twice; the second's child is stopped on the row's lock and killed."""
     first = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
-    job_id = side.insert("naps", params={"seconds": 8})
+    job_id = side.insert("held", params={"until": str(tmp_path / "go")})
     ticket = side.ticket(job_id)
-    send(stack.broker_url, "naps", ticket)
+    send(stack.broker_url, "held", ticket)
     until(lambda: side.status(job_id) == "running" and side.received(job_id))
     run_id = side.row(job_id)["run_id"]
     second = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
     # Both the claim of the second delivery and the keeper's close must find the row as the first run has it.
     with psycopg.connect(stack.database_url) as locker:
         locker.execute("LOCK TABLE job IN SHARE ROW EXCLUSIVE MODE")  # claims wait, reads do not
-        send(stack.broker_url, "naps", ticket)
+        send(stack.broker_url, "held", ticket)
         waiting = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%-- claim%%'"
         until(lambda: side.rows(waiting), what=lambda: second.tail)
         (child,) = second.children()  # the first worker has no room: its one message is not acknowledged
         os.kill(child, signal.SIGKILL)
         second.says("Process 'ForkPoolWorker-1'")
     stays(lambda: side.row(job_id)["run_id"] == run_id and side.status(job_id) == "running", seconds=1.5)
+    (tmp_path / "go").touch()
     until(lambda: side.status(job_id) == "completed", what=lambda: first.tail)
     assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
     assert len(side.received(job_id)) == 1
@@ -291,14 +295,16 @@ def test_bad_settings_end_the_worker_with_one_sentence(stack: Stack) -> None:
         assert "Traceback" not in process.log
 
 
-def test_c11_celerys_revoke_is_a_cancel_of_the_row(app: Celery, stack: Stack, side: Side) -> None:
+def test_c11_celerys_revoke_is_a_cancel_of_the_row(app: Celery, stack: Stack, side: Side, tmp_path: Path) -> None:
     worker = stack.worker(concurrency=1)
-    busy = side.insert("naps", params={"seconds": 3})
+    busy = side.insert("held", params={"until": str(tmp_path / "go")})
     until(lambda: side.status(busy) == "running")
     behind = side.insert("plain")
     until(lambda: side.status(behind) == "scheduled")
     with Celery("ctl", broker=stack.broker_url, set_as_current=False) as control:
         control.control.revoke(str(behind))
+    worker.says("flagged as revoked")
+    (tmp_path / "go").touch()
     until(lambda: side.status(behind) == "cancelled", what=lambda: worker.tail)
     until(lambda: side.status(busy) == "completed")
     assert side.events(behind) == [("end", {"outcome": "cancelled"})]
