@@ -158,7 +158,9 @@ def submit_many(name: str, many: Sequence[object], *, conn: object = None, **opt
     return current().submission.submit_many(name, many, Options(**options), conn)
 
 
-def invoke(name: str, raw_params: object = None, *, context: Context | None = None, job_id: UUID | None = None) -> Any:
+def invoke(
+    name: str, raw_params: object = None, *, context: Context | None = None, job_id: UUID | str | None = None
+) -> Any:
     """Run a job's handler here and now: no row, params decoded as a worker decodes them.
 
     Returns:

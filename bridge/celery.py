@@ -24,7 +24,7 @@ from bridge.records import Definition
 from bridge.runner import Runner
 from bridge.settings import Settings, broker_url, modules
 from bridge.submission import Submission
-from bridge.task import JobTask
+from bridge.task import JobTask, load_modules
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +100,11 @@ def definition(app: Celery, name: str) -> Definition:
 
     Raises:
         UnknownJob: there is none.
+        ConfigurationError: a job module does not exist.
     """
     task = app.tasks.get(name)
     if task is None:
-        app.loader.import_default_modules()
+        load_modules(app)
         task = app.tasks.get(name)
     if not isinstance(task, JobTask):
         known = sorted(each for each, found in app.tasks.items() if isinstance(found, JobTask))

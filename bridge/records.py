@@ -21,14 +21,17 @@ _INSTANT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A row of table `job`. Times are aware datetimes in UTC, `params` is its JSON text."""
+    """A row of table `job`. Times are aware datetimes in UTC.
+
+    `params_text` is what the worker decodes with the job's schema; `params` is the same as a plain JSON object.
+    """
 
     id: UUID
     tenant: str
     name: str
     queue: str
     label: str
-    params: str
+    params_text: str
     priority: int
     max_retries: int
     retry_num: int
@@ -66,6 +69,11 @@ class Job:
             resource_id=self.resource_id,
             profile_id=self.profile_id,
         )
+
+    @property
+    def params(self) -> Any:
+        """The params as plain JSON: text, numbers, lists, objects. Typed values are the schema's."""
+        return _loaded(self.params_text)
 
     @property
     def has_budget(self) -> bool:

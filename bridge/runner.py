@@ -124,7 +124,7 @@ class Runner:
     def _execute(self, job: Job, run: Run, definition: Definition) -> Outcome | None:
         longest = self.settings.retry_max_delay
         try:
-            params = definition.load(job.params)
+            params = definition.load(job.params_text)
         except InvalidParams as error:
             logger.error("job %s (%s): bad params (%s); failed, not retried", job.id, job.name, error.fields)
             return Fail(report(error))

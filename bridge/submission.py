@@ -84,7 +84,7 @@ class Submission:
             self._repeated(lambda own: ledger.insert_many(own, job, ids, texts))
         return ids
 
-    def invoke(self, name: str, raw: object, *, context: Context | None, job_id: UUID | None) -> Any:
+    def invoke(self, name: str, raw: object, *, context: Context | None, job_id: UUID | str | None) -> Any:
         """See `bridge.invoke`."""
         definition = self.definition(name)
         try:
@@ -92,7 +92,8 @@ class Submission:
         except EncodingError as error:
             raise InvalidParams(f"params {error}") from None
         if context is None:
-            context = Context(id=job_id or new_id(), name=name, label=None, resource_id=None, profile_id=None)
+            found = new_id() if job_id is None else as_uuid(job_id, name="job_id")
+            context = Context(id=found, name=name, label=None, resource_id=None, profile_id=None)
         return definition.handler(context, definition.load(text))
 
     def cancel(self, job_id: UUID | str, conn: object) -> int:

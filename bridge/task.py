@@ -19,7 +19,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from bridge import runtime
 from bridge.delivery import EVENTS, RUN_HEADER, WORKER_HEADER, JobFailed, Skipped, Unsettled
 from bridge.encoding import safe_text
-from bridge.errors import InvalidJob
+from bridge.errors import ConfigurationError, InvalidJob
 from bridge.lifecycle import Status
 from bridge.outcome import TimeLimit
 from bridge.records import Definition, Run, Ticket
@@ -105,6 +105,24 @@ class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type:
         raise InvalidJob(
             f"{self.name!r} is a job: submit it with bridge.submit({self.name!r}, params), which writes its row"
         )
+
+
+def load_modules(app: Any) -> None:
+    """Import an app's job modules: `imports`, `include` and BRIDGE_IMPORTS.
+
+    Raises:
+        ConfigurationError: one of them does not exist. What a module itself raises passes through.
+    """
+    for name in app.loader.default_modules:
+        try:
+            app.loader.import_task_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and misses one of its own
+            raise ConfigurationError(
+                f"The job module {name!r} (BRIDGE_IMPORTS, or imports and include of the Celery configuration) "
+                f"is not on the path: {error}. Start from the folder that holds it, or install it."
+            ) from None
 
 
 class JobHandle:

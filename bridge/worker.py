@@ -16,7 +16,7 @@ from bridge.errors import BridgeError, DatabaseUnavailable
 from bridge.migrating import check
 from bridge.publishing import queue_name
 from bridge.records import Ticket
-from bridge.task import JobTask
+from bridge.task import JobTask, load_modules
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,16 @@ def prepare(app: Celery) -> None:
     """Add the bridge's steps to an app's workers."""
     app.steps["consumer"].add(KeeperStep)
     app.steps["worker"].add(DispatcherStep)
+
+
+@signals.import_modules.connect(weak=False)
+def _load_modules(sender: Any = None, **_: object) -> None:
+    """A worker's first act is to import the job modules: what is ours to refuse ends it with one sentence."""
+    if runtime.is_installed(sender) and sender.loader.worker_initialized:
+        try:
+            load_modules(sender)
+        except BridgeError as error:
+            sys.exit(f"bridge: {error}")
 
 
 _chosen_queues: dict[int, bool] = {}

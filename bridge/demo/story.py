@@ -17,6 +17,7 @@ from bridge.demo.orders import Connection, Jobs
 from bridge.demo.report import Steps, ask, watch
 from bridge.embedded import Servers
 from bridge.migrating import migrate
+from bridge.stopping import Signals, Stopped
 
 POLL_SECONDS = 0.2
 STALLED_SECONDS = 30.0
@@ -50,9 +51,9 @@ def play(count: int, keep: str | None) -> int:
     """See `bridge.demo.run`."""
     began = time.monotonic()
     try:
-        with stage.Signals() as signals, stage.environment(), stage.invoices(keep) as folder:
+        with Signals() as signals, stage.environment(), stage.invoices(keep) as folder:
             code = _on_stage(count, folder, signals)
-    except stage.Stopped as stopped:
+    except Stopped as stopped:
         click.echo("Stopped: the servers, the worker and their folder are gone.", err=True)
         return 128 + stopped.number
     click.echo(f"\nThe invoices stay in {folder}")
@@ -60,7 +61,7 @@ def play(count: int, keep: str | None) -> int:
     return code
 
 
-def _on_stage(count: int, folder: Path, signals: stage.Signals) -> int:
+def _on_stage(count: int, folder: Path, signals: Signals) -> int:
     steps = Steps()
     click.echo(INTRODUCTION)
     steps.say("PostgreSQL and Valkey start, from wheels, in a temporary folder.")

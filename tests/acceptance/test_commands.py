@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,14 @@ def test_no_secret_is_shown(database_url: str) -> None:
         assert "hush" not in said.stdout + said.stderr
 
 
+NOWHERE = "PostgreSQL at localhost:1, database 'db', cannot be reached: "
 MISTAKES = {
+    "a database that does not answer": (["migrate"], {"BRIDGE_DATABASE_URL": "postgresql://x@localhost:1/db"}, NOWHERE),
+    "a host that is none": (
+        ["dispatcher"],
+        {"BRIDGE_DATABASE_URL": "postgresql://x@no-such-host.invalid/db"},
+        "PostgreSQL at no-such-host.invalid:5432, database 'db', cannot be reached: ",
+    ),
     "no database": (["migrate"], {}, "No database is set. Set BRIDGE_DATABASE_URL"),
     "no app": (["-A", "nope", "migrate"], {}, "The Celery app 'nope' (-A or CELERY_APP) cannot be imported"),
     "an address of another kind": (["migrate"], {"BRIDGE_DATABASE_URL": "mysql://x"}, "BRIDGE_DATABASE_URL: its value"),
@@ -129,6 +138,70 @@ def test_two_demos_of_servers_at_once_do_not_meet(tmp_path: Path) -> None:
     said = {process.communicate(timeout=60)[0] for process in both}
     assert len(said) == 2
     assert [process.returncode for process in both] == [0, 0]
+
+
+def test_dev_that_is_stopped_while_it_starts_leaves_nothing_behind() -> None:
+    for how in (signal.SIGINT, signal.SIGTERM):
+        process = dev("sleep", "60")
+        folder = until(lambda pid=process.pid: folder_of(pid), what="its folder")
+        process.send_signal(how)
+        said, trouble = process.communicate(timeout=60)
+        assert (process.returncode, said) == (128 + how, ""), trouble
+        assert trouble == "Stopped: the servers and their folder are gone.\n"
+        assert not folder.exists()
+
+
+def folder_of(pid: int) -> Path | None:
+    """The folder that a process has a lock in."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            if (found := path.readlink()).name == "owner":
+                return found.parent
+    return None
+
+
+def test_what_a_killed_dev_leaves_is_removed_by_the_next() -> None:
+    killed = dev("sh", "-c", 'echo "$BRIDGE_DATABASE_URL"; exec sleep 60')
+    assert killed.stdout is not None
+    folder = Path(killed.stdout.readline().strip().partition("host=")[2])
+    killed.kill()
+    killed.communicate(timeout=60)
+    assert folder.exists()
+    after = dev("true")
+    assert after.communicate(timeout=60) == ("", "")
+    assert after.returncode == 0
+    assert not folder.exists()
+
+
+def dev(*command: str) -> subprocess.Popen[str]:
+    """Start `bridge dev` on a command."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "bridge", "dev", "--", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_worker_says_what_is_wrong_with_its_modules_in_one_sentence(stack: Stack, tmp_path: Path) -> None:
+    twice = ("import bridge", *(f"@bridge.job('x')\ndef h{n}(context, params): ..." for n in (1, 2)))
+    (tmp_path / "twice.py").write_text("\n".join(twice))
+    (tmp_path / "misses.py").write_text("import no_such_library")
+    command = ["-m", "celery", "-A", "bridge", "worker", "-c", "1"]
+    for module, sentence in {
+        "nowhere": "bridge: The job module 'nowhere' (BRIDGE_IMPORTS, or",
+        "bridge.nowhere": "bridge: The job module 'bridge.nowhere' (BRIDGE_IMPORTS, or",
+        "twice": "bridge: Two handlers are named 'x': twice.h1 and twice.h2. Rename one.",
+    }.items():
+        process = stack.start(command, BRIDGE_IMPORTS=module)
+        assert process.popen.wait(30) == 1
+        assert process.log.splitlines()[-1].startswith(sentence), process.log
+        assert "Traceback" not in process.log
+    process = stack.start(command, BRIDGE_IMPORTS="misses")
+    assert process.popen.wait(30) == 1
+    assert "No module named 'no_such_library'" in process.log
+    assert "Traceback" in process.log, "the module is theirs, and so is the place where it fails"
 
 
 def test_a_worker_says_what_is_wrong_with_its_database_in_one_sentence(stack: Stack, admin_url: str) -> None:

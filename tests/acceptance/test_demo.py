@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -70,7 +71,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Demo]]:
     demos: list[Demo] = []
 
     def start(orders: int) -> Demo:
-        mark, invoices = uuid.uuid4().hex, tmp_path / "invoices"
+        mark, invoices = uuid.uuid4().hex, tmp_path / f"the invoices of {len(demos)}"
         popen = subprocess.Popen(
             [sys.executable, "-m", "bridge", "demo", "--orders", str(orders), "--keep", str(invoices)],
             env={**os.environ, **FOREIGN, "DEMO_TEST": mark},
@@ -119,6 +120,20 @@ def test_every_job_ends_as_it_should_and_the_invoices_stay(start: Callable[[int]
     }
     assert "17.50 USD" in (demo.invoices / "invoice-1002.html").read_text(encoding="utf-8")
     assert not demo.processes()
+
+
+def test_two_demos_at_once_where_the_standard_ports_are_taken(start: Callable[[int], Demo]) -> None:
+    with socket.socket() as postgres, socket.socket() as redis:
+        for taken, port in ((postgres, 5432), (redis, 6379)):
+            with suppress(OSError):  # by a server of this machine
+                taken.bind(("127.0.0.1", port))
+                taken.listen()
+        demos = [start(10), start(10)]
+        for demo in demos:
+            said, trouble = demo.popen.communicate(timeout=90)
+            assert (demo.popen.returncode, trouble) == (0, ""), said + trouble
+    assert all(" " in str(demo.invoices) for demo in demos)
+    assert demos[0].invoices != demos[1].invoices
 
 
 @pytest.mark.parametrize(

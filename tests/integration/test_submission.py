@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -16,7 +17,15 @@ from celery import Celery
 import bridge
 from bridge.errors import DatabaseUnavailable, InvalidJob, InvalidParams, UnknownJob
 from tests.jobs import Kind
-from tests.support import Side, until
+from tests.support import ROOT, Side, Stack, until
+
+
+def deep(levels: int, value: object = 1) -> object:
+    """A value in that many lists."""
+    for _ in range(levels):
+        value = [value]
+    return value
+
 
 TYPED = {"object": Kind.SNAPSHOT, "deleted_at": datetime(2026, 1, 1, tzinfo=UTC), "id": uuid4()}
 
@@ -44,7 +53,7 @@ def test_submit_writes_the_row_that_was_asked_for(app: Celery, side: Side) -> No
     assert row["scheduled_at"].microsecond % 1000 == 0
     job = bridge.get_job(job_id)
     assert job is not None
-    assert (job.id, bridge.user_status(job)) == (job_id, "pending")
+    assert (job.id, bridge.user_status(job), job.params) == (job_id, "pending", row["params"])
 
 
 def test_submit_takes_the_jobs_own_defaults(app: Celery, side: Side) -> None:
@@ -101,10 +110,12 @@ BAD_OPTIONS: dict[str, dict[str, Any]] = {
     "negative delay": {"delay": -1},
     "delay in seconds as a float": {"delay": 1.5},
     "delay beyond ten years": {"delay": timedelta(days=4000)},
+    "queue that is empty": {"queue": ""},
     "queue with a space": {"queue": "a b"},
     "queue of 10 kB": {"queue": "q" * 10_000},
     "label with NUL": {"label": "a\0b"},
     "label with a surrogate": {"label": "\ud800"},
+    "label that is no text": {"label": None},
     "label of 10 kB": {"label": "l" * 10_000},
     "priority as text": {"priority": "high"},
     "priority beyond": {"priority": 10**9},
@@ -125,6 +136,46 @@ def test_a_bad_option_is_refused_by_name_and_the_transaction_goes_on(
             bridge.submit("plain", {}, conn=caller, **options)
         kept = bridge.submit("plain", {}, conn=caller)
     assert [row["id"] for row in side.rows("SELECT id FROM job")] == [kept]
+
+
+BAD_PARAMS: dict[str, tuple[object, str]] = {
+    "10 MB": ({"a": "x" * 10_000_000}, "larger than 4 MiB"),
+    "5,000 levels": ({"a": deep(5000)}, "deeper than 100 levels"),
+    "NaN": ({"a": [float("nan")]}, r"params\.a.* NaN"),
+    "an integer beyond 64 bits": ({"a": 2**63}, r"params\.a holds an integer beyond 64 bits"),
+    "NUL": ({"a": "x\0"}, r"params\.a holds a NUL"),
+    "NUL in a key": ({"a\0": 1}, "a key of params holds a NUL"),
+    "a lone surrogate": ({"a": "\udc80"}, r"params\.a holds a lone surrogate"),
+    "a datetime without schema": ({"a": datetime(2026, 1, 1, tzinfo=UTC)}, r"params\.a is a datetime"),
+    "a list": ([1], "params is a list"),
+    "text": ("{}", "params is a str"),
+}
+
+
+@pytest.mark.parametrize(("params", "sentence"), BAD_PARAMS.values(), ids=BAD_PARAMS.keys())
+def test_bad_params_are_refused_by_name_and_the_transaction_goes_on(
+    app: Celery, side: Side, database_url: str, params: object, sentence: str
+) -> None:
+    with psycopg.connect(database_url) as caller:
+        with pytest.raises(InvalidParams, match=sentence):
+            bridge.submit("plain", params, conn=caller)
+        kept = bridge.submit("plain", {}, conn=caller)
+    assert [row["id"] for row in side.rows("SELECT id FROM job")] == [kept]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 10_000, "a\0", "\ud800", "a b", None, 7], ids=ascii)
+def test_a_name_that_cannot_be_a_jobs_is_refused_wherever_it_is_said(app: Celery, side: Side, name: Any) -> None:
+    with pytest.raises(UnknownJob):
+        bridge.submit(name)
+    with pytest.raises(InvalidJob, match="A job's name is 1 to 200 printable characters"):
+        bridge.job(name)(deep)
+    assert side.rows("SELECT FROM job") == []
+
+
+def test_a_time_without_zone_is_refused_by_field(app: Celery, side: Side) -> None:
+    with pytest.raises(InvalidParams, match="deleted_at"):
+        bridge.submit("echo", {**TYPED, "deleted_at": datetime(2026, 1, 1)})  # noqa: DTZ001  # the point of it
+    assert side.rows("SELECT FROM job") == []
 
 
 def test_an_unknown_name_is_refused_and_says_what_is_known(app: Celery, side: Side) -> None:
@@ -258,6 +309,30 @@ def test_the_first_use_from_many_threads_at_once(app: Celery, side: Side) -> Non
         thread.join()
     assert failed == []
     assert len(side.rows("SELECT FROM job")) == 60
+
+
+def test_a_module_that_submits_while_it_is_imported(stack: Stack, side: Side, tmp_path: Path) -> None:
+    """In a producer, and in a worker before it forks: no child shares the connection."""
+    (tmp_path / "eager.py").write_text(
+        "import bridge\n"
+        "@bridge.job('eager', queue='test')\n"
+        "def eager(context, params):\n"
+        "    return bridge.submit('quick', {})\n"
+        "bridge.submit('eager', {})\n"
+    )
+    settings = {"BRIDGE_IMPORTS": "tests.jobs,eager", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    producer = stack.start(["-c", "import eager"], **settings)
+    assert producer.popen.wait(30) == 0, producer.log
+    worker = stack.worker(**settings)
+    until(lambda: side.counts() == {"completed": 4}, what=lambda: worker.tail)
+    assert len(side.rows("SELECT FROM job WHERE name = 'quick'")) == 2
+
+
+def test_submit_asks_no_broker(stack: Stack, side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRIDGE_DATABASE_URL", stack.database_url)
+    monkeypatch.setenv("BRIDGE_BROKER_URL", "redis://localhost:1/0")
+    bridge.install(Celery("no broker", set_as_current=False))
+    assert side.status(bridge.submit("plain", {})) == "new"
 
 
 def test_submit_survives_a_killed_session(app: Celery, side: Side) -> None:

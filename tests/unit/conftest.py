@@ -25,7 +25,7 @@ _ROW = {
     "name": "shop.pay",
     "queue": "default",
     "label": "",
-    "params": "{}",
+    "params_text": "{}",
     "priority": 100,
     "max_retries": 3,
     "retry_num": 0,
