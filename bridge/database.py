@@ -76,6 +76,19 @@ def joined(conn: object) -> Iterator[psycopg.Connection[Any]]:
         yield conn
 
 
+@contextmanager
+def nested(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """All of the block or nothing of it: a savepoint of the transaction; in autocommit a transaction of its own.
+
+    psycopg's `transaction()` as the first thing on a connection would begin a transaction, and commit it, which
+    is for its owner to do.
+    """
+    if not conn.autocommit and conn.info.transaction_status == pq.TransactionStatus.IDLE:
+        conn.execute("SELECT")  # psycopg begins before it
+    with conn.transaction():
+        yield
+
+
 def ours(error: psycopg.Error) -> DatabaseError:
     """The bridge's exception for one of psycopg's."""
     first = next(iter(str(error).splitlines()), "") or type(error).__name__

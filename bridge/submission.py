@@ -11,7 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from bridge import ledger
-from bridge.database import Database, joined
+from bridge.database import Database, joined, nested
 from bridge.encoding import dumps
 from bridge.errors import DatabaseUnavailable, EncodingError, InvalidJob, InvalidParams, milliseconds
 from bridge.outcome import Cancel
@@ -133,7 +133,7 @@ class Submission:
 
     def _write(self, conn: ledger.AnyConnection, job: NewJob, *, dedupe: bool) -> None:
         if dedupe:
-            with conn.transaction():
+            with nested(conn):
                 ledger.dedupe(conn, job)
                 ledger.insert(conn, job)
         else:

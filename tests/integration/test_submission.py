@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,26 @@ def test_c15_rolled_back_never_happened(app: Celery, side: Side, database_url: s
                 pass
             kept = bridge.submit("plain", {"which": "B"}, conn=caller)
     assert [row["id"] for row in side.rows("SELECT id FROM job")] == [kept]
+
+
+JOINED: dict[str, Callable[[psycopg.Connection, UUID], object]] = {
+    "submit": lambda conn, _: bridge.submit("plain", {}, conn=conn),
+    "submit deduped": lambda conn, _: bridge.submit("plain", {}, delay=60_000, dedupe=True, conn=conn),
+    "submit_many": lambda conn, _: bridge.submit_many("plain", [{}, {}], conn=conn),
+    "cancel": lambda conn, job_id: bridge.cancel(job_id, conn=conn),
+}
+
+
+@pytest.mark.parametrize("verb", JOINED.values(), ids=JOINED.keys())
+def test_what_joins_a_transaction_commits_nothing_though_it_is_the_first_statement(
+    app: Celery, side: Side, database_url: str, verb: Callable[[psycopg.Connection, UUID], object]
+) -> None:
+    there = side.insert("plain", scheduled_at=datetime.now(UTC) + timedelta(hours=1))
+    with psycopg.connect(database_url) as caller:
+        verb(caller, there)
+        assert caller.info.transaction_status == psycopg.pq.TransactionStatus.INTRANS
+        caller.rollback()
+    assert [(row["id"], row["status"]) for row in side.rows("SELECT id, status FROM job")] == [(there, "new")]
 
 
 @pytest.mark.parametrize("isolation", [2, 3, 4], ids=["read-committed", "repeatable-read", "serializable"])
