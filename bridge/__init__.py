@@ -23,6 +23,7 @@ from bridge.errors import (
     Interrupted,
     InvalidJob,
     InvalidParams,
+    KeyTaken,
     Retry,
     UnknownJob,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "InvalidParams",
     "Job",
     "JobTask",
+    "KeyTaken",
     "Retry",
     "UnknownJob",
     "asubmit",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, Literal
 from uuid import UUID
 
 from celery import Celery
@@ -91,6 +91,9 @@ def submit(
     profile_id: UUID | str | None = None,
     resource_id: UUID | str | None = None,
     expires_in: int | timedelta | None = None,
+    start_before: datetime | int | timedelta | None = None,
+    unique_key: str | None = None,
+    on_conflict: Literal["return", "raise", "replace"] = "return",
     conn: object = None,
 ) -> UUID:
     """Write a job's row, in the caller's transaction or in one of its own. The broker is not asked.
@@ -102,6 +105,11 @@ def submit(
         profile_id: owner of a user-facing job.
         resource_id: the artefact that the job is about; it is set once.
         expires_in: how long the row is kept at least; an int of milliseconds, or a timedelta.
+        start_before: the job is cancelled if it has not started by then, retries included; an aware datetime, or an
+            int of milliseconds or a timedelta from now.
+        unique_key: at most one active job of this name has it; text of 1 to 250 characters.
+        on_conflict: what to do if one has it: "return" its id, "raise" KeyTaken, or "replace" it, which cancels it
+            and writes the new row; one that runs is not replaced, but raises KeyTaken.
         conn: a psycopg connection; the row becomes visible with the caller's commit, or never.
 
     Returns:
@@ -110,6 +118,7 @@ def submit(
     Raises:
         UnknownJob: no job of that name is registered in this process.
         InvalidParams: the params do not fit the schema; the message names the field.
+        KeyTaken: an active job has the unique_key; its `job_id` says which.
         InvalidJob: an option is bad. Nothing was written, and the caller's transaction is as it was.
         DatabaseUnavailable: PostgreSQL does not answer.
 
@@ -128,6 +137,9 @@ def submit(
         profile_id=profile_id,
         resource_id=resource_id,
         expires_in=expires_in,
+        start_before=start_before,
+        unique_key=unique_key,
+        on_conflict=on_conflict,
     )
     return current().submission.submit(name, params, options, conn)
 
@@ -172,16 +184,25 @@ def invoke(
     return current().submission.invoke(name, raw_params, context=context, job_id=job_id)
 
 
-def cancel(job_id: UUID | str, *, conn: object = None) -> int:
-    """Call off a job that has not started.
+def cancel(job_id: UUID | str, *, running: bool = False, conn: object = None) -> int:
+    """Call off a job.
 
     Args:
+        running: also one that runs: its handler meets Interrupted at a heartbeat that reaches the database, and
+            whatever it does, its outcome is not written.
         conn: a psycopg connection; the cancel then is part of the caller's transaction.
 
     Returns:
-        1 if this call cancelled it, 0 if it runs, has ended or does not exist.
+        1 if this call cancelled it, 0 if it has ended, does not exist, or runs and `running` is False.
+
+    Raises:
+        InvalidJob: the id is no uuid.
+
+    Example:
+        >>> cancel("0199b1a7-0000-7000-8000-000000000000", running=True)  # doctest: +SKIP
+        1
     """
-    return current().submission.cancel(job_id, conn)
+    return current().submission.cancel(job_id, conn, running=running)
 
 
 def get_job(job_id: UUID | str) -> Job | None:

@@ -168,6 +168,7 @@ class Dispatcher:
             pause = min(pause, BUSY)
         self._sweep("orphans", min(self.settings.lease.total_seconds() / 6, 5.0), self._orphans.sweep)
         self._sweep("lost", min(self.settings.lost_after.total_seconds() / 4, 15.0), self._lost.sweep)
+        self._sweep("late", 1.0, self._cancel_late)
         self._sweep("revoked", 0.5, self._announce)
         return pause
 
@@ -256,6 +257,12 @@ class Dispatcher:
         if now - self._swept.get(name, float("-inf")) >= every:
             self._swept[name] = now
             sweep()
+
+    def _cancel_late(self) -> None:
+        with self.database.connection() as conn:
+            late = ledger.late(conn, tenant=self.settings.tenant, actor="dispatcher", limit=self.settings.batch_size)
+        for job_id in late:
+            logger.info("job %s: it was to start before now; cancelled", job_id)
 
     def _announce(self) -> None:
         with self.database.connection() as conn:

@@ -7,7 +7,8 @@ BridgeError
 ├── InvalidJob              what was submitted or registered cannot be a job; nothing was written
 │   ├── InvalidParams       the params do not fit the job's schema, or are not JSON
 │   ├── UnknownJob          no job of that name is registered in this process
-│   └── DuplicateJob        two handlers claim one name
+│   ├── DuplicateJob        two handlers claim one name
+│   └── KeyTaken            an active job has this unique_key already
 ├── DatabaseError           PostgreSQL refused a statement, for good
 │   └── DatabaseUnavailable PostgreSQL could not be asked now; the same may work in a moment
 ├── EncodingError           a value has no JSON form
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Literal
+from uuid import UUID
 
 LONGEST_DELAY = timedelta(days=3660)
 
@@ -61,6 +63,14 @@ class UnknownJob(InvalidJob):
 
 class DuplicateJob(InvalidJob):
     """Two different handlers claim one job name."""
+
+
+class KeyTaken(InvalidJob):
+    """An active job of this name has the unique_key already; `job_id` says which."""
+
+    def __init__(self, message: str, *, job_id: UUID) -> None:
+        super().__init__(message)
+        self.job_id = job_id
 
 
 class DatabaseError(BridgeError):

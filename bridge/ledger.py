@@ -43,7 +43,7 @@ class Beat:
 
 
 def insert(conn: AnyConnection, job: NewJob) -> int:
-    """Write a new row; 0 if that id is there already."""
+    """Write a new row; 0 if it is there already, or an active row has its unique_key."""
     return conn.cursor().execute(statement("insert"), {**_new(job), "id": str(job.id)}).rowcount
 
 
@@ -82,7 +82,15 @@ def _new(job: NewJob) -> dict[str, object]:
         "expires_in": None if job.expires_in is None else as_milliseconds(job.expires_in),
         "profile_id": _text(job.profile_id),
         "resource_id": _text(job.resource_id),
+        "start_before": job.start_before if isinstance(job.start_before, datetime) else None,
+        "start_in": as_milliseconds(job.start_before) if isinstance(job.start_before, timedelta) else None,
+        "unique_key": job.unique_key,
     }
+
+
+def active(conn: AnyConnection, job: NewJob) -> Job | None:
+    """The row that has a new job's unique_key now."""
+    return _one_job(conn, "active", {"tenant": job.tenant, "name": job.name, "unique_key": job.unique_key})
 
 
 def get(conn: AnyConnection, job_id: UUID, *, tenant: str) -> Job | None:
@@ -173,6 +181,12 @@ def settle(
             return _count(conn, "retry", {**_move("release"), **used, "error": None, **fence})
         case _:
             assert_never(outcome)
+
+
+def late(conn: AnyConnection, *, tenant: str, actor: str, job_id: UUID | None = None, limit: int = 1) -> list[UUID]:
+    """Cancel pending rows whose start_before has passed: that row, or the first few; says which."""
+    values = {**_move("cancel"), "tenant": tenant, "actor": actor, "id": _text(job_id), "limit": limit}
+    return [row["id"] for row in conn.cursor(row_factory=dict_row).execute(statement("late"), values)]
 
 
 def reschedule(

@@ -184,6 +184,8 @@ class NewJob:
     expires_in: timedelta | None = None
     profile_id: UUID | None = None
     resource_id: UUID | None = None
+    start_before: datetime | timedelta | None = None
+    unique_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

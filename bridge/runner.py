@@ -82,7 +82,7 @@ class Runner:
         """
         job = self._claim(ticket, run, definition)
         if job is None:
-            return self._skipped(ticket)
+            return self._skipped(ticket, run)
         metrics.started(job)
         began = time.monotonic()
         outcome = self._execute(job, run, definition)
@@ -171,7 +171,8 @@ class Runner:
             logger.error("job %s (%s): its outcome was refused (%s); failed instead", job.id, job.name, error)
             return self._settle(job, run, Fail(report(error)))
 
-    def _skipped(self, ticket: Ticket) -> Verdict:
+    def _skipped(self, ticket: Ticket, run: Run) -> Verdict:
+        self._cancel_late(ticket, run)
         verdict = self._found(ticket.job_id, ran=False)
         logger.info(
             "job %s: ticket of %s is not current (row: %s); skipped",
@@ -180,6 +181,17 @@ class Runner:
             verdict.status or "none",
         )
         return verdict
+
+    def _cancel_late(self, ticket: Ticket, run: Run) -> None:
+        """If the claim found nothing because the job was to start before now, its row says so at once."""
+
+        def attempt(_: int) -> bool:
+            with self.database.connection() as conn:
+                late = ledger.late(conn, tenant=self.settings.tenant, actor=run.worker, job_id=ticket.job_id)
+            return bool(late)
+
+        if in_doubt(attempt, wait=_sleep, what=f"cancel of job {ticket.job_id}"):
+            logger.info("job %s: it was to start before now; cancelled", ticket.job_id)
 
     def _found(self, job_id: UUID, *, ran: bool) -> Verdict:
         def attempt(_: int) -> Verdict:

@@ -6,19 +6,23 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
 from uuid import UUID
 
 from bridge import ledger
 from bridge.database import Database, joined, nested
 from bridge.encoding import dumps
-from bridge.errors import DatabaseUnavailable, EncodingError, InvalidJob, InvalidParams, milliseconds
+from bridge.errors import DatabaseUnavailable, EncodingError, InvalidJob, InvalidParams, KeyTaken, milliseconds
+from bridge.lifecycle import Status
 from bridge.outcome import Cancel
 from bridge.records import Context, Definition, Job, JobEvent, NewJob, new_id
 from bridge.settings import Settings
 
 OPERATOR = "operator"
+T = TypeVar("T")
+
+_LOOKS = 20
 _QUEUE = re.compile(r"[A-Za-z0-9_.:-]{1,150}", re.ASCII)
 
 
@@ -35,6 +39,9 @@ class Options:
     profile_id: UUID | str | None = None
     resource_id: UUID | str | None = None
     expires_in: int | timedelta | None = None
+    start_before: datetime | int | timedelta | None = None
+    unique_key: str | None = None
+    on_conflict: str = "return"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +59,17 @@ class Submission:
     def submit(self, name: str, params: object, options: Options, conn: object) -> UUID:
         """See `bridge.submit`."""
         definition = self.definition(name)
-        if not isinstance(options.dedupe, bool):
-            raise InvalidJob("dedupe is True or False; what is equal is said by name, queue and label")
+        _check_sameness(options)
         job = self._new(definition, _dump(definition, params), options)
         if conn is not None:
             with joined(conn) as caller:
-                self._write(caller, job, dedupe=options.dedupe)
-        else:
-            self._repeated(lambda own: self._write(own, job, dedupe=options.dedupe))
-        return job.id
+                return self._write(caller, job, options)
+        return self._repeated(lambda own: self._write(own, job, options))
 
     def submit_many(self, name: str, many: Sequence[object], options: Options, conn: object) -> list[UUID]:
         """See `bridge.submit_many`."""
-        if options.dedupe:
-            raise InvalidJob("submit_many takes no dedupe: submit the jobs one by one")
+        if options.dedupe or options.unique_key is not None:
+            raise InvalidJob("submit_many takes no dedupe and no unique_key: submit the jobs one by one")
         definition = self.definition(name)
         texts = []
         for index, params in enumerate(many):
@@ -96,11 +100,13 @@ class Submission:
             context = Context(id=found, name=name, label=None, resource_id=None, profile_id=None)
         return definition.handler(context, definition.load(text))
 
-    def cancel(self, job_id: UUID | str, conn: object) -> int:
+    def cancel(self, job_id: UUID | str, conn: object, *, running: bool) -> int:
         """See `bridge.cancel`."""
         found = as_uuid(job_id, name="job_id")
+        if not isinstance(running, bool):
+            raise InvalidJob("running is True or False: may a job that has started be called off too?")
         with self._open(conn) as one:
-            return ledger.settle(one, found, Cancel(), tenant=self.settings.tenant, actor=OPERATOR)
+            return ledger.settle(one, found, Cancel(), tenant=self.settings.tenant, actor=OPERATOR, running=running)
 
     def get_job(self, job_id: UUID | str) -> Job | None:
         """See `bridge.get_job`."""
@@ -120,7 +126,7 @@ class Submission:
             name=definition.name,
             params=params,
             queue=check_queue(definition.queue if options.queue is None else options.queue),
-            label=_label(options.label),
+            label=_text("label", options.label),
             priority=check_priority(definition.priority if options.priority is None else options.priority),
             max_retries=check_max_retries(
                 definition.max_retries if options.max_retries is None else options.max_retries
@@ -129,24 +135,50 @@ class Submission:
             expires_in=None if expires is None else _duration("expires_in", expires),
             profile_id=_optional("profile_id", options.profile_id),
             resource_id=_optional("resource_id", options.resource_id),
+            start_before=_start_before(options.start_before),
+            unique_key=options.unique_key if options.unique_key is None else _key(options.unique_key),
         )
 
-    def _write(self, conn: ledger.AnyConnection, job: NewJob, *, dedupe: bool) -> None:
-        if dedupe:
+    def _write(self, conn: ledger.AnyConnection, job: NewJob, options: Options) -> UUID:
+        if options.dedupe:
             with nested(conn):
                 ledger.dedupe(conn, job)
                 ledger.insert(conn, job)
+        elif job.unique_key is not None:
+            with nested(conn):
+                return self._write_unique(conn, job, options.on_conflict)
         else:
             ledger.insert(conn, job)
+        return job.id
 
-    def _repeated(self, write: Callable[[ledger.AnyConnection], object]) -> None:
+    def _write_unique(self, conn: ledger.AnyConnection, job: NewJob, on_conflict: str) -> UUID:
+        """The index decides; what it says of is looked at, and may have moved on by then."""
+        for _ in range(_LOOKS):
+            if ledger.insert(conn, job):
+                return job.id
+            taken = ledger.active(conn, job)
+            if taken is None:
+                if ledger.get(conn, job.id, tenant=job.tenant) is not None:
+                    return job.id  # by a try whose answer was lost; it has ended since
+                continue
+            if taken.id == job.id or on_conflict == "return":
+                return taken.id
+            if on_conflict == "raise" or taken.status is Status.RUNNING:
+                raise KeyTaken(
+                    f"job {taken.id} ({taken.name}, {taken.status}) has the unique_key {job.unique_key!r}",
+                    job_id=taken.id,
+                )
+            ledger.settle(conn, taken.id, Cancel(), tenant=job.tenant, actor=OPERATOR)
+        raise DatabaseUnavailable(f"others take and give the unique_key {job.unique_key!r} too fast; try again")
+
+    def _repeated(self, write: Callable[[ledger.AnyConnection], T]) -> T:
         """Once more if the answer was lost: the id is made, so that the second try cannot double the job."""
         try:
             with self.database.connection() as conn:
-                write(conn)
+                return write(conn)
         except DatabaseUnavailable:
             with self.database.connection() as conn:
-                write(conn)
+                return write(conn)
 
     def _open(self, conn: object) -> AbstractContextManager[ledger.AnyConnection]:
         return self.database.connection() if conn is None else joined(conn)
@@ -171,6 +203,29 @@ def _dump(definition: Definition, params: object) -> str:
         return definition.dump({} if params is None else params)
     except InvalidParams as error:
         raise InvalidParams(f"Job {definition.name!r} was not submitted: {error}", fields=error.fields) from None
+
+
+def _check_sameness(options: Options) -> None:
+    if not isinstance(options.dedupe, bool):
+        raise InvalidJob("dedupe is True or False; what is equal is said by name, queue and label")
+    if options.on_conflict not in ("return", "raise", "replace"):
+        raise InvalidJob(f"on_conflict is 'return', 'raise' or 'replace', not {str(options.on_conflict)[:80]!r}")
+    if options.dedupe and options.unique_key is not None:
+        raise InvalidJob("dedupe and unique_key are two ways to say what is equal: give one")
+
+
+def _start_before(value: datetime | int | timedelta | None) -> datetime | timedelta | None:
+    if not isinstance(value, datetime):
+        return None if value is None else _duration("start_before", value)
+    if value.utcoffset() is None:
+        raise InvalidJob("start_before has no zone: give an aware datetime, or a duration from now")
+    if not 1970 <= value.year < 9999:
+        raise InvalidJob("start_before lies between the years 1970 and 9998")
+    return value
+
+
+def _key(value: object) -> str:
+    return _text("unique_key", value, low=1)
 
 
 def _optional(name: str, value: UUID | str | None) -> UUID | None:
@@ -207,11 +262,11 @@ def _whole(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _label(value: str) -> str:
-    if not isinstance(value, str) or len(value) > 250:
-        raise InvalidJob("label is text of at most 250 characters")
+def _text(name: str, value: object, *, low: int = 0) -> str:
+    if not isinstance(value, str) or not low <= len(value) <= 250:
+        raise InvalidJob(f"{name} is text of {f'{low} to' if low else 'at most'} 250 characters")
     try:
         dumps(value)
     except EncodingError as error:
-        raise InvalidJob(f"label {error}") from None
+        raise InvalidJob(f"{name} {error}") from None
     return value

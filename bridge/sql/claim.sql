@@ -7,6 +7,7 @@ WITH moved AS (
     WHERE id = %(id)s::uuid AND scheduled_at = %(scheduled_at)s::timestamptz
         AND name = %(name)s::text AND tenant = %(tenant)s::text
         AND status = ANY(%(sources)s::text[])
+        AND (start_before IS NULL OR start_before > clock_timestamp())
     RETURNING *
 ), logged AS (
     INSERT INTO job_event (job_id, kind, payload, actor, created_at)

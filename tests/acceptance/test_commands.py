@@ -25,7 +25,7 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_celery_has_one_command_of_ours_which_migrates(database_url: str) -> None:
     said = run(*CELERY, "-A", "bridge", "bridge", "migrate", BRIDGE_DATABASE_URL=database_url)
-    assert (said.returncode, said.stdout) == (0, "The database is at schema version 0001.\n"), said.stderr
+    assert (said.returncode, said.stdout) == (0, "The database is at schema version 0002.\n"), said.stderr
     listed = run(*CELERY, "--help").stdout
     assert "\n  bridge " in listed
     assert "plugin" not in listed

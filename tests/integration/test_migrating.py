@@ -58,7 +58,7 @@ def test_ten_processes_at_once(empty: str) -> None:
     processes = [start(empty) for _ in range(10)]
     said = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 10, said
-    assert set(said) == {"The database is at schema version 0001.\n"}
+    assert set(said) == {"The database is at schema version 0002.\n"}
 
 
 @pytest.mark.parametrize("moment", ["connecting", "waiting for the lock", "connected"])
@@ -72,7 +72,7 @@ def test_killed_at_any_moment_it_is_whole_or_absent(empty: str, moment: str) -> 
             until(lambda: conn.execute(sessions).fetchone() is not None or process.poll() is not None)
         process.kill()
         process.communicate()
-    assert migrate(Database(empty)) == "0001"
+    assert migrate(Database(empty)) == "0002"
     assert "job_event" in tables(empty)
 
 
@@ -95,7 +95,7 @@ def test_another_search_path_beside_a_foreign_table(empty: str) -> None:
         with pytest.raises(SchemaError, match="names no schema that exists"):
             migrate(Database(make_conninfo(empty, options="-csearch_path=ours")))
         conn.execute("CREATE SCHEMA ours")
-        assert migrate(Database(url)) == "0001"
+        assert migrate(Database(url)) == "0002"
         conn.execute("INSERT INTO ours.job (name) VALUES ('from-elsewhere')")  # the trigger finds its own schema
         with Database(url).connection() as own:
             check(own)
@@ -123,7 +123,7 @@ def test_the_printed_sql_makes_the_same_tables(empty: str, database_url: str) ->
     with psycopg.connect(database_url, autocommit=True) as conn:
         conn.execute("DROP TABLE received")
     assert tables(empty) == tables(database_url)
-    assert migrate(Database(empty)) == "0001", "and it counts as migrated"
+    assert migrate(Database(empty)) == "0002", "and it counts as migrated"
 
 
 def test_migrations_wait_for_each_other(empty: str) -> None:

@@ -13,11 +13,8 @@ from bridge.sql import statement
 PACKAGE = Path(bridge.__file__).parent
 FILES = {each.stem: each.read_text() for each in sorted((PACKAGE / "sql").glob("*.sql"))}
 STATEMENTS = {name: text for name, text in FILES.items() if name != "columns"}
-TABLES = (
-    next(folder for folder in (PACKAGE / "migrations", PACKAGE.parent / "migrations") if folder.is_dir())
-    .joinpath("versions/0001_ledger.sql")
-    .read_text()
-)
+MIGRATIONS = next(folder for folder in (PACKAGE / "migrations", PACKAGE.parent / "migrations") if folder.is_dir())
+TABLES = "".join(each.read_text() for each in sorted((MIGRATIONS / "versions").glob("*.sql")))
 RUNNERS = {"statement": 0, "_one_job": 1, "_count": 1}  # function → which argument names the file
 
 every_file = pytest.mark.parametrize("name", FILES)
@@ -106,6 +103,7 @@ def test_the_tables_take_the_statuses_and_events_of_the_lifecycle():
         ("job_due", set(MOVES["dispatch"].sources)),
         ("job_handed_over", {Status.SCHEDULED}),
         ("job_running", {Status.RUNNING}),
+        ("job_late", set(MOVES["cancel"].sources)),
         ("job_unique_key", set(ACTIVE)),
     ],
 )
