@@ -6,6 +6,7 @@ Importing it reads and connects to nothing.
 from bridge.api import (
     asubmit,
     cancel,
+    finish,
     get_events,
     get_job,
     heartbeat,
@@ -48,6 +49,7 @@ __all__ = [
     "UnknownJob",
     "asubmit",
     "cancel",
+    "finish",
     "get_events",
     "get_job",
     "heartbeat",

@@ -237,6 +237,34 @@ def heartbeat(progress: object = None, *, job_id: UUID | str | None = None, forc
     return current().heart.beat(progress, job_id=found, force=force)
 
 
+def finish(conn: object, result: object = None, resource_id: UUID | str | None = None) -> None:
+    """In a handler: complete the job in the handler's own transaction, whose effects and `completed` commit together.
+
+    Afterwards the worker writes nothing more, whatever the handler returns; a handler that returns without the
+    commit has failed like one that raised. Called by `invoke`, it only checks its arguments.
+
+    Args:
+        conn: the handler's psycopg connection, in a READ COMMITTED transaction (its default).
+        result: what the handler would return.
+        resource_id: as in `Completion`.
+
+    Raises:
+        Interrupted: the row is no longer this run's. The connection is closed, so that nothing of the transaction
+            can be committed, also by a handler that swallows this.
+        InvalidJob: it is not called in a handler, in autocommit, under another isolation level, or the resource
+            is no uuid or a second one.
+        EncodingError: the result has no JSON form.
+
+    Example:
+        >>> @job("shop.book")  # doctest: +SKIP
+        ... def book(context, params):
+        ...     with psycopg.connect(url) as conn:
+        ...         conn.execute("UPDATE account SET total = total + 1")
+        ...         finish(conn, {"booked": 1})
+    """
+    current().heart.finish(conn, result, resource_id)
+
+
 def current() -> runtime.Bridge:
     """The Bridge that the functions here use."""
     return runtime.current(celery.default)

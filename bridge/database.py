@@ -89,6 +89,20 @@ def nested(conn: psycopg.Connection[Any]) -> Iterator[None]:
         yield
 
 
+def in_transaction(conn: psycopg.Connection[Any]) -> bool:
+    """Is a transaction open that its owner has neither committed nor rolled back?"""
+    return not conn.closed and conn.info.transaction_status != pq.TransactionStatus.IDLE
+
+
+def abandon(conn: psycopg.Connection[Any]) -> None:
+    """Roll back what a connection has open; one that cannot is closed, which has the same effect."""
+    if in_transaction(conn):
+        try:
+            conn.rollback()
+        except psycopg.Error:
+            conn.close()
+
+
 def ours(error: psycopg.Error) -> DatabaseError:
     """The bridge's exception for one of psycopg's."""
     first = next(iter(str(error).splitlines()), "") or type(error).__name__

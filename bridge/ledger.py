@@ -183,6 +183,12 @@ def settle(
             assert_never(outcome)
 
 
+def isolation(conn: AnyConnection) -> str:
+    """The isolation level of the transaction, as PostgreSQL writes it."""
+    row = conn.cursor(row_factory=dict_row).execute(statement("isolation")).fetchone() or {}
+    return str(row["isolation"])
+
+
 def late(conn: AnyConnection, *, tenant: str, actor: str, job_id: UUID | None = None, limit: int = 1) -> list[UUID]:
     """Cancel pending rows whose start_before has passed: that row, or the first few; says which."""
     values = {**_move("cancel"), "tenant": tenant, "actor": actor, "id": _text(job_id), "limit": limit}

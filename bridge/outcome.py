@@ -24,6 +24,10 @@ class TimeLimit(Exception):
     """The job ran into its time limit; the message says which."""
 
 
+class Unfinished(Exception):
+    """The handler called finish, and returned without the commit of its transaction."""
+
+
 class BadEnvelope(Exception):
     """A handler returned a resource that cannot be set on the row."""
 
@@ -74,11 +78,16 @@ class Cancel:
     """The job is called off."""
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The handler has completed the row itself, by finish; nothing is left to write."""
+
+
 Outcome = Complete | Fail | Again | Release | Abort | Cancel
 
 
-def judge_return(job: Job, value: object) -> Outcome:
-    """The outcome of a handler that returned."""
+def judge_return(job: Job | None, value: object) -> Complete | Fail:
+    """The outcome of a handler that returned; of one that runs without a row, its value is all there is to judge."""
     try:
         result, resource_id = _envelope(job, value)
     except BadEnvelope as error:
@@ -177,7 +186,7 @@ def _ordinary(error: BaseException) -> ErrorReport:
     return ErrorReport("internal", "failed", kind, safe_text(error).strip() or kind)
 
 
-def _envelope(job: Job, value: object) -> tuple[object, UUID | None]:
+def _envelope(job: Job | None, value: object) -> tuple[object, UUID | None]:
     match value:
         case Completion():
             result, resource = value.result, value.resource_id
@@ -193,7 +202,7 @@ def _envelope(job: Job, value: object) -> tuple[object, UUID | None]:
             "invalid-resource-id",
             "resource_id is not a uuid: return {'result': …, 'resource_id': UUID or its text}",
         )
-    if job.resource_id is not None and job.resource_id != found:
+    if job is not None and job.resource_id not in (None, found):
         raise BadEnvelope(
             "resource-already-associated",
             "the job already has a resource: return the result alone, or the same resource_id",

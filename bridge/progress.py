@@ -1,4 +1,4 @@
-"""The run that a handler is in, and its heartbeat."""
+"""The run that a handler is in: its heartbeat, and its end by finish."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from datetime import timedelta
 from uuid import UUID
 
 from bridge import ledger
-from bridge.database import Database
-from bridge.errors import DatabaseError, Interrupted
-from bridge.records import Job, Progress, Run, check_progress
+from bridge.database import Database, in_transaction, joined
+from bridge.errors import DatabaseError, EncodingError, Interrupted, InvalidJob
+from bridge.outcome import Complete, Fail, judge_return
+from bridge.records import Completion, Job, Progress, Run, check_progress
 from bridge.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,11 @@ class Current:
     renewed: float
     reported: float = float("-inf")
     failing_since: float | None = None
+    finished: ledger.AnyConnection | None = None
+    interrupted: bool = False
 
 
+_invoked: ContextVar[bool] = ContextVar("bridge_invoked", default=False)
 _current: ContextVar[Current | None] = ContextVar("bridge_current_run", default=None)
 
 
@@ -48,9 +52,20 @@ def running(job: Job, run: Run) -> Iterator[Current]:
         _current.reset(token)
 
 
+@contextmanager
+def invoked() -> Iterator[None]:
+    """Inside the block, a handler is called without a row: what it says of its run is checked, and goes nowhere."""
+    run, token = _current.set(None), _invoked.set(True)
+    try:
+        yield
+    finally:
+        _invoked.reset(token)
+        _current.reset(run)
+
+
 @dataclass(frozen=True, slots=True)
 class Heart:
-    """Heartbeats for the jobs of one database."""
+    """What a handler may say of its own run."""
 
     database: Database
     settings: Settings
@@ -77,6 +92,8 @@ class Heart:
         return beat.written
 
     def _beat_current(self, current: Current, report: Progress | None, *, force: bool) -> int:
+        if current.finished is not None:
+            return 0  # the row is locked by the handler's own transaction, or completed
         now = time.monotonic()
         every = min(RENEW_EVERY, self.settings.lease / 3).total_seconds()
         renew = now - current.renewed >= every
@@ -95,6 +112,32 @@ class Heart:
         if due:
             current.reported = now
         return beat.written
+
+    def finish(self, conn: object, result: object, resource_id: UUID | str | None) -> None:
+        """See `bridge.finish`."""
+        current = _current.get()
+        if current is None and not _invoked.get():
+            raise InvalidJob(
+                "finish(conn, …) ends the run that it is called in: call it in the thread of a job's handler"
+            )
+        if current is None:
+            _complete(None, result, resource_id)
+            return
+        outcome = _complete(current.job, result, resource_id)
+        with joined(conn) as caller:
+            if caller.autocommit and not in_transaction(caller):
+                raise InvalidJob(
+                    "finish needs a transaction, and this connection is in autocommit: use conn.transaction()"
+                )
+            if (isolation := ledger.isolation(caller)) != "read committed":
+                raise InvalidJob(f"finish needs a READ COMMITTED transaction, this one is {isolation}")
+            job, run = current.job, current.run
+            if not ledger.settle(caller, job.id, outcome, tenant=job.tenant, actor=run.worker, run=run.id):
+                # Closed, because a savepoint of the caller's could undo anything less, and commit what is around it.
+                current.interrupted = True
+                caller.close()
+                raise Interrupted(f"job {job.id} is no longer held by this run; its transaction is rolled back")
+            current.finished = caller
 
     def _write(self, current: Current, report: Progress | None, *, renew: bool) -> ledger.Beat:
         with self.database.connection() as conn:
@@ -117,3 +160,14 @@ class Heart:
         if now - current.failing_since >= self.settings.lease.total_seconds():
             raise Interrupted(f"job {current.job.id} could not be renewed for a whole lease") from error
         return 0
+
+
+def _complete(job: Job | None, result: object, resource_id: UUID | str | None) -> Complete:
+    """The outcome that finish writes; what a returned value would only lose or fail for is refused here."""
+    outcome = judge_return(job, Completion(result, resource_id))
+    if isinstance(outcome, Fail):
+        raise InvalidJob(outcome.error.hint)
+    assert isinstance(outcome, Complete)  # noqa: S101 -- narrows the type: judge_return makes no other
+    if outcome.lost_result:
+        raise EncodingError(f"the result {outcome.lost_result}")
+    return outcome

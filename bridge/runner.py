@@ -10,7 +10,7 @@ from datetime import timedelta
 from uuid import UUID
 
 from bridge import ledger, metrics, progress
-from bridge.database import Database, as_milliseconds, in_doubt
+from bridge.database import Database, abandon, as_milliseconds, in_doubt, in_transaction
 from bridge.errors import DatabaseError, DatabaseUnavailable, InvalidParams, Retry
 from bridge.lifecycle import MOVES, Status
 from bridge.outcome import (
@@ -19,8 +19,10 @@ from bridge.outcome import (
     Cancel,
     Complete,
     Fail,
+    Finished,
     Outcome,
     Release,
+    Unfinished,
     judge_error,
     judge_return,
     report,
@@ -88,6 +90,9 @@ class Runner:
         outcome = self._execute(job, run, definition)
         seconds = time.monotonic() - began
         metrics.executed(job, seconds)
+        if isinstance(outcome, Finished):
+            metrics.ended(job, seconds, Status.COMPLETED)
+            return Verdict(Status.COMPLETED, True)
         if outcome is None:
             logger.info("job %s (%s): interrupted, its row is no longer this run's", job.id, job.name)
             return self._found(job.id, ran=True)
@@ -121,26 +126,51 @@ class Runner:
 
         return in_doubt(attempt, wait=_sleep, what=f"claim of job {ticket.job_id}")
 
-    def _execute(self, job: Job, run: Run, definition: Definition) -> Outcome | None:
+    def _execute(self, job: Job, run: Run, definition: Definition) -> Outcome | Finished | None:
         longest = self.settings.retry_max_delay
         try:
             params = definition.load(job.params_text)
         except InvalidParams as error:
             logger.error("job %s (%s): bad params (%s); failed, not retried", job.id, job.name, error.fields)
             return Fail(report(error))
-        try:
-            with progress.running(job, run):
+        value: object = None
+        trouble: BaseException | None = None
+        with progress.running(job, run) as current:
+            try:
                 value = definition.handler(job.context, params)
-        except BaseException as error:
-            if not isinstance(error, Exception) and self.dying():
-                raise
-            outcome = judge_error(job, definition, error, longest=longest)
-            _log_error(job, error, outcome)
-            return outcome
+            except BaseException as error:
+                if not isinstance(error, Exception) and self.dying():
+                    raise
+                trouble = error
+        if current.interrupted:
+            return None
+        if current.finished is not None:
+            if self._is_finished(job, run, current.finished):
+                if trouble is not None:
+                    logger.warning("job %s (%s): raised after it had finished", job.id, job.name, exc_info=trouble)
+                return Finished()
+            trouble = trouble or Unfinished("finish was called, and its transaction was not committed")
+        if trouble is not None:
+            judged = judge_error(job, definition, trouble, longest=longest)
+            _log_error(job, trouble, judged)
+            return judged
         outcome = judge_return(job, value)
         if isinstance(outcome, Complete) and outcome.lost_result:
             logger.error("job %s (%s): its result %s; stored as null", job.id, job.name, outcome.lost_result)
         return outcome
+
+    def _is_finished(self, job: Job, run: Run, conn: ledger.AnyConnection) -> bool:
+        """Was the transaction committed in which the handler called finish? One that is still open is rolled back."""
+        if in_transaction(conn):
+            logger.error("job %s (%s): its handler ended without a commit after finish; rolled back", job.id, job.name)
+            abandon(conn)
+
+        def attempt(_: int) -> bool:
+            with self.database.connection() as own:
+                row = ledger.get(own, job.id, tenant=job.tenant)
+            return row is not None and row.run_id == run.id and row.status is Status.COMPLETED
+
+        return bool(in_doubt(attempt, wait=_sleep, what=f"look at job {job.id}"))
 
     def _settle(self, job: Job, run: Run, outcome: Outcome) -> bool:
         """Write the outcome; true if it stands, by this statement or by an unanswered one before it."""

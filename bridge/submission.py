@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from uuid import UUID
 
-from bridge import ledger
+from bridge import ledger, progress
 from bridge.database import Database, joined, nested
 from bridge.encoding import dumps
 from bridge.errors import DatabaseUnavailable, EncodingError, InvalidJob, InvalidParams, KeyTaken, milliseconds
@@ -98,7 +98,9 @@ class Submission:
         if context is None:
             found = new_id() if job_id is None else as_uuid(job_id, name="job_id")
             context = Context(id=found, name=name, label=None, resource_id=None, profile_id=None)
-        return definition.handler(context, definition.load(text))
+        loaded = definition.load(text)
+        with progress.invoked():
+            return definition.handler(context, loaded)
 
     def cancel(self, job_id: UUID | str, conn: object, *, running: bool) -> int:
         """See `bridge.cancel`."""

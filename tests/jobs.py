@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from marshmallow import Schema, fields
 
-from bridge import Completion, Context, Retry, heartbeat, job
+from bridge import Completion, Context, Retry, finish, heartbeat, job
 
 _tick = threading.Event()
 
@@ -109,6 +109,20 @@ def held(context: Context, params: dict[str, Any]) -> str:
     while not Path(params["until"]).exists():
         _tick.wait(0.02)
     return "let go"
+
+
+@job("finishes", queue="test")
+def finishes(context: Context, params: dict[str, Any]) -> None:
+    """Has its effect in the transaction of its finish, and waits before or after the commit."""
+    note(context, params)
+    with psycopg.connect(os.environ["BRIDGE_DATABASE_URL"]) as conn:
+        conn.execute("INSERT INTO effect VALUES ('there')")
+        finish(conn, "done")
+        if params["committed"]:
+            conn.commit()
+        Path(f"{params['until']}.there").touch()
+        while not Path(params["until"]).exists():
+            _tick.wait(0.02)
 
 
 @job("lost-again", queue="test", retry_lost=True, max_retries=1)
