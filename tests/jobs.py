@@ -125,6 +125,15 @@ def finishes(context: Context, params: dict[str, Any]) -> None:
             _tick.wait(0.02)
 
 
+@job("beats", queue="test", max_retries=0)
+def beats(context: Context, params: dict[str, Any]) -> None:
+    """Heartbeats until it is told that its row is gone."""
+    note(context, params)
+    while True:
+        heartbeat({"current": 1}, force=True)
+        _tick.wait(0.02)
+
+
 @job("lost-again", queue="test", retry_lost=True, max_retries=1)
 def lost_again(context: Context, params: dict[str, Any]) -> None:
     """Kills its process."""
