@@ -27,7 +27,7 @@ import psycopg
 import bridge
 from bridge.errors import BridgeError
 from tests.chaos.cluster import Cluster
-from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.faults import FAULTS, Fault, queued
 from tests.chaos.verdict import Told, is_double, is_illegal, is_lost, runs
 
 NOMINAL = 9.0  # minutes that the run takes with the faults' own durations
@@ -70,6 +70,11 @@ class Feeder:
             due = max(due + 1 / self.rate, time.monotonic() - 2)  # a pause is not made up for in one burst
             self._stop.wait(max(0.0, due - time.monotonic()))
 
+    def burst(self, jobs: int) -> None:
+        """That many at once."""
+        for _ in range(jobs):
+            self.stage.jobs.append(self.submit())
+
     def stop(self) -> None:
         self._stop.set()
 
@@ -110,15 +115,24 @@ def attack(cluster: Cluster, stage: Stage, fault: Fault, lasting: float, usual: 
             rate = ended_per_second(witness)
             if rate >= 0.95 * usual:
                 stage.recovered = time.monotonic() - healed
+                wait_until(lambda: queued(cluster) < 5, PATIENCE / 2)  # what waits is not the next fault's
                 return rate
             time.sleep(0.25)
     return 0.0
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until it holds, that long at most."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.25)
 
 
 def play(cluster: Cluster, stages: list[Stage], options: argparse.Namespace) -> None:
     """All the faults, while jobs keep coming; then wait for the last."""
     cluster.ready()
     feeder = Feeder(submit_plain if cluster.plain else submit_ours, options.rate)
+    cluster.burst = feeder.burst
     thread = threading.Thread(target=feeder.run, daemon=True)
     usual, scale = 0.0, options.minutes / NOMINAL
     for name, (fault, lasting, also_plain) in FAULTS.items():
@@ -133,9 +147,7 @@ def play(cluster: Cluster, stages: list[Stage], options: argparse.Namespace) -> 
         print(f"  {name}: {len(stage.jobs)} jobs", file=sys.stderr, flush=True)
     feeder.stop()
     thread.join()
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and not over(cluster, stages):
-        time.sleep(0.5)
+    wait_until(lambda: over(cluster, stages), PATIENCE)
 
 
 def over(cluster: Cluster, stages: list[Stage]) -> bool:

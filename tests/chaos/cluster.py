@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,7 @@ class Cluster:
     witness: Servers = field(default_factory=Servers)
     workers: list[Slot] = field(default_factory=list)
     dispatchers: list[Slot] = field(default_factory=list)
+    burst: Callable[[int], None] = lambda jobs: None
 
     def __enter__(self) -> Cluster:
         self._stack = ExitStack()

@@ -26,6 +26,13 @@ def _every(seconds: float, lasting: float) -> Iterator[int]:
         time.sleep(max(0.0, min(seconds, end - time.monotonic())))
 
 
+def queued(cluster: Cluster) -> int:
+    """Messages that wait on the broker."""
+    with Celery("look", broker=cluster.servers.broker_url, set_as_current=False).connection_for_read() as connection:
+        client = connection.channel().client
+        return sum(client.llen(name) for name in ("default", "celery"))
+
+
 def none(cluster: Cluster, lasting: float) -> None:
     time.sleep(lasting)
 
@@ -50,7 +57,9 @@ def dispatchers(cluster: Cluster, lasting: float) -> None:
 
 
 def broker_wiped(cluster: Cluster, lasting: float) -> None:
+    """With a queue in it: a burst of jobs comes right before."""
     for _ in _every(lasting / 2, lasting):
+        cluster.burst(100)
         valkey = cluster.servers.valkey
         assert valkey is not None
         valkey.kill()
