@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test unit check coverage clean
+.PHONY: demo test unit check coverage chaos clean
 
 demo: $(READY)
 	$(BIN)/python -m bridge demo
@@ -22,6 +22,10 @@ coverage: $(READY)
 	$(BIN)/coverage run -m pytest -n 4 --dist worksteal -q -k 'not ten_thousand' $(ARGS)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
+
+# one fault after another on a real cluster; ARGS="--minutes 3", "--plain" for Celery alone, "--only silence"
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
