@@ -49,6 +49,9 @@ _SESSION = {
 }
 
 
+_READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE, NOT DEFERRABLE;"
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """Raise ours for psycopg's. The message is the server's own first line: it holds no address, no password.
@@ -120,12 +123,16 @@ class Database:
         size: how many connections this process may have at once; None is no limit.
         name: application_name in pg_stat_activity.
         lock_timeout: how long a statement waits for somebody else's lock, as PostgreSQL writes it.
+
+    `pooled` is found out by the first connection: does a transaction pooler such as PgBouncer stand in between, which
+    keeps no settings of a session? Then each block is a transaction that begins with them.
     """
 
     url: str | Callable[[], str] = field(repr=False)
     size: int | None = None
     name: str = "bridge"
     lock_timeout: str = "5s"
+    pooled: bool = False
     _idle: list[Connection] = field(default_factory=list, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _slots: threading.Semaphore | None = field(default=None, repr=False)
@@ -141,8 +148,7 @@ class Database:
             ConfigurationError: the address cannot be understood.
             DatabaseUnavailable: the server does not answer, or refuses.
         """
-        session = {**_SESSION, "lock_timeout": self.lock_timeout}
-        options = " ".join(f"-c {key}={value}" for key, value in session.items())
+        options = " ".join(f"-c {key}={value}" for key, value in self._session().items())
         url = self.url if isinstance(self.url, str) else self.url()
         try:
             given = psycopg.conninfo.conninfo_to_dict(url)
@@ -152,12 +158,9 @@ class Database:
             ) from None
         if isinstance(given.get("options"), str):
             options = f"{options} {given['options']}"
-        settings = {"application_name": self.name, **_CONNECT, **given, "options": options}
+        settings = {"application_name": self.name, **_CONNECT, **given}
         try:
-            conn = psycopg.connect("", autocommit=True, **settings)
-            if conn.info.parameter_status("TimeZone") != "UTC":  # PGTZ beats the options
-                conn.execute("SET TimeZone TO 'UTC'")
-            return conn
+            return self._pooled_connection(settings) if self.pooled else self._own_connection(settings, options)
         except psycopg.Error as error:
             where = f"{given.get('host', 'the local socket')}:{given.get('port', 5432)}"
             first = next(iter(str(error).splitlines()), "")
@@ -165,9 +168,47 @@ class Database:
                 f"PostgreSQL at {where}, database {given.get('dbname', 'default')!r}, cannot be reached: {first}"
             ) from error
 
+    def _session(self) -> dict[str, str]:
+        return {**_SESSION, "lock_timeout": self.lock_timeout}
+
+    def _own_connection(self, settings: dict[str, Any], options: str) -> Connection:
+        """A session of our own, unless it turns out that there is none."""
+        try:
+            conn = psycopg.connect("", autocommit=True, options=options, **settings)
+        except psycopg.OperationalError as error:
+            if "unsupported startup parameter" not in str(error):  # PgBouncer's words
+                raise
+            self.pooled = True
+            return self._pooled_connection(settings)
+        if conn.info.parameter_status("TimeZone") != "UTC":  # PGTZ beats the options
+            conn.execute("SET TimeZone TO 'UTC'")
+        row = conn.execute("SELECT current_setting('lock_timeout')").fetchone()
+        if row != (self.lock_timeout,):  # ignore_startup_parameters = options: a pooler took them, and forgot
+            conn.close()
+            self.pooled = True
+            return self._pooled_connection(settings)
+        return conn
+
+    def _pooled_connection(self, settings: dict[str, Any]) -> Connection:
+        """No settings that travel with the session, no prepared statements: the next statement meets another one."""
+        return psycopg.connect("", autocommit=True, prepare_threshold=None, **settings)
+
+    @contextmanager
+    def _configured(self, conn: Connection) -> Iterator[None]:
+        """Behind a pooler, the block is a transaction that has our settings."""
+        if not self.pooled:
+            yield
+            return
+        local = "".join(f"SET LOCAL {key} TO '{value}';" for key, value in self._session().items())
+        with conn.transaction():
+            conn.execute(_READ_COMMITTED + local.replace("\\ ", " "))
+            yield
+
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """A connection in autocommit; it goes back when the block ends, or is closed if it broke.
+
+        Behind a transaction pooler the block is one transaction.
 
         Raises:
             DatabaseUnavailable, DatabaseError: ours for psycopg's, also for what the block raises.
@@ -178,7 +219,7 @@ class Database:
         try:
             conn = self._take()
             try:
-                with translated():
+                with translated(), self._configured(conn):
                     yield conn
             finally:
                 self._give(conn)

@@ -22,7 +22,7 @@ from uuid import UUID
 from weakref import WeakValueDictionary
 
 from bridge import ledger
-from bridge.database import Connection, Database, translated
+from bridge.database import Connection, Database
 from bridge.errors import DatabaseError, DatabaseUnavailable, UnknownJob
 from bridge.lifecycle import Status
 from bridge.outcome import (
@@ -169,7 +169,7 @@ class Keeper:
         try:
             with self.database.connection() as conn:
                 self._renew(conn)
-                self._run_errands(conn)
+            self._run_errands()
         except DatabaseUnavailable as error:
             if not self._failing:
                 logger.warning("keeper: PostgreSQL does not answer (%s); leases are renewed once it does", error)
@@ -212,11 +212,11 @@ class Keeper:
                 ledger.hold(conn, list(live.values()), lease=self.settings.lost_after * 2)
             self._held = now
 
-    def _run_errands(self, conn: Connection) -> None:
+    def _run_errands(self) -> None:
         for _ in range(len(self._errands)):
             errand = self._errands[0]
             try:
-                with translated():
+                with self.database.connection() as conn:
                     done = errand(conn)
             except DatabaseUnavailable:
                 self._errands.rotate(-1)  # it may wait for a lock that the others do not

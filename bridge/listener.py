@@ -16,6 +16,12 @@ from bridge.errors import DatabaseError
 logger = logging.getLogger(__name__)
 
 
+_POOLED = (
+    "a transaction pooler stands in between: set BRIDGE_LISTEN_URL to the address of PostgreSQL itself, "
+    "or to 'off' to poll only"
+)
+
+
 @dataclass(slots=True)
 class Listener:
     """Waits for notifications that rows are due, on a connection of its own.
@@ -65,6 +71,9 @@ class Listener:
     def _listening(self) -> Connection:
         if self._conn is None:
             conn = self.database.connect()
+            if self.database.pooled:
+                conn.close()
+                raise DatabaseError(_POOLED)
             conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
             self._conn = conn
             if self._silent:
@@ -75,8 +84,6 @@ class Listener:
     def _failed(self, error: Exception) -> None:
         self.close()
         if not self._silent:
-            logger.warning(
-                "wake-ups: the listening connection is gone (%s); polling until it is back",
-                type(error).__name__,
-            )
+            what = str(error) if isinstance(error, DatabaseError) else type(error).__name__
+            logger.warning("wake-ups: there is no listening connection (%s); polling until there is", what)
             self._silent = True

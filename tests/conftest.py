@@ -2,6 +2,7 @@
 
 BRIDGE_TEST_DATABASE_URL  a PostgreSQL where databases may be created (a superuser's address)
 BRIDGE_TEST_BROKER_URL    a broker that the tests may empty
+BRIDGE_TEST_PGBOUNCER     a pgbouncer program: the app and its processes reach PostgreSQL through it (transaction mode)
 
 Each test has a database of its own, cloned from a migrated template.
 """
@@ -24,8 +25,10 @@ from bridge import runtime
 from bridge.database import Database
 from bridge.embedded import Servers
 from bridge.migrating import migrate
+from tests.pooler import Pooler
 from tests.support import Side, Stack, purge
 
+collect_ignore = [] if os.environ.get("BRIDGE_TEST_PGBOUNCER") else ["integration/test_pgbouncer.py"]
 JOBS = tests.jobs  # imported once for all: it declares the jobs
 
 SIDE_TABLES = """
@@ -85,6 +88,23 @@ def clone(conn: psycopg.Connection, name: str, template: str) -> None:
     conn.execute(f"CREATE DATABASE {name} TEMPLATE {template} {how}")
 
 
+@pytest.fixture(scope="session")
+def pooler(admin_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooler | None]:
+    """PgBouncer in front of PostgreSQL, if the environment asks for it."""
+    program = os.environ.get("BRIDGE_TEST_PGBOUNCER")
+    if not program:
+        yield None
+        return
+    with Pooler(program, admin_url) as started:
+        yield started
+
+
+@pytest.fixture
+def app_url(database_url: str, pooler: Pooler | None) -> str:
+    """The database as the app and its processes are told of it."""
+    return pooler.address(database_url) if pooler else database_url
+
+
 @pytest.fixture
 def broker_url(servers: Servers | None) -> str:
     """An empty broker."""
@@ -128,9 +148,9 @@ def _clean_record() -> Iterator[None]:
 
 
 @pytest.fixture
-def app(database_url: str, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> Celery:
+def app(app_url: str, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> Celery:
     """An installed Celery app in this process, on the test's own servers."""
-    monkeypatch.setenv("BRIDGE_DATABASE_URL", database_url)
+    monkeypatch.setenv("BRIDGE_DATABASE_URL", app_url)
     monkeypatch.setenv("BRIDGE_BROKER_URL", broker_url)
     return bridge.install(Celery("tests", set_as_current=False))
 
@@ -142,7 +162,7 @@ def one(app: Celery) -> runtime.Bridge:
 
 
 @pytest.fixture
-def stack(database_url: str, broker_url: str, tmp_path: Path) -> Iterator[Stack]:
+def stack(app_url: str, broker_url: str, tmp_path: Path) -> Iterator[Stack]:
     """Workers and dispatchers as processes, on the test's own servers; all of them end with the test."""
-    with Stack(database_url, broker_url, tmp_path) as started:
+    with Stack(app_url, broker_url, tmp_path) as started:
         yield started
