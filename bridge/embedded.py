@@ -14,6 +14,7 @@ import pwd
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -142,10 +143,16 @@ def _own(folder: Path) -> IO[bytes]:
 def _remove_abandoned() -> None:
     """Remove what a process that was killed had no time to."""
     for owner in Path(_TEMPORARY).glob("bridge-*/owner"):
-        with suppress(OSError), owner.open("rb") as lock:  # held, another user's, or gone meanwhile
-            if os.fstat(lock.fileno()).st_uid == os.geteuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(owner.parent, ignore_errors=True)
+        with suppress(OSError):  # held, another user's, or gone meanwhile
+            # Anybody may put anything there: a link is not followed, a pipe not waited for.
+            lock = os.open(owner, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                found = os.fstat(lock)
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(owner.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _postgres_programs(folder: Path) -> tuple[Path, pwd.struct_passwd | None]:

@@ -13,6 +13,7 @@ from typing import Any
 from kombu import transport
 from kombu.transport import redis
 from kombu.transport.virtual import Message
+from redis import exceptions
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Channel(redis.Channel):  # type: ignore[misc]  # untyped
 
     def _decoding_failed(self, error: Exception) -> None:
         """Log it if decoding the popped item failed; whatever else failed is raised as it was."""
+        if isinstance(error, exceptions.ResponseError):  # "UNBLOCKED", to those who waited when it became a replica
+            raise ConnectionResetError(f"the broker refuses: {error}") from error
         if self.connection.delivering or isinstance(error, Empty | OSError):
             raise error
         if isinstance(error, (*self.connection.connection_errors, *self.connection.channel_errors)):
@@ -60,6 +63,9 @@ class Transport(redis.Transport):  # type: ignore[misc]  # untyped
 
     Channel = Channel
     delivering = False
+
+    # A primary that became a replica, or whose memory is full: Celery connects anew until it is not refused.
+    connection_errors = (*redis.Transport.connection_errors, exceptions.ReadOnlyError, exceptions.OutOfMemoryError)
 
     def _deliver(self, message: Any, queue: str) -> Any:
         try:

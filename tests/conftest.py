@@ -166,3 +166,14 @@ def stack(app_url: str, broker_url: str, tmp_path: Path) -> Iterator[Stack]:
     """Workers and dispatchers as processes, on the test's own servers; all of them end with the test."""
     with Stack(app_url, broker_url, tmp_path) as started:
         yield started
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[tuple[Servers, Stack]]:
+    """Servers of the test's own, which it may stop."""
+    with Servers() as servers:
+        migrate(Database(servers.database_url))
+        with psycopg.connect(servers.database_url) as conn:
+            conn.execute(SIDE_TABLES)
+        with Stack(servers.database_url, servers.broker_url, tmp_path) as stack:
+            yield servers, stack

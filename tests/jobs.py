@@ -134,6 +134,73 @@ def beats(context: Context, params: dict[str, Any]) -> None:
         _tick.wait(0.02)
 
 
+class Stubborn(Exception):
+    """Cannot be rebuilt from its args, copied or shown."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+        self.lock = threading.Lock()
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no pickle")
+
+
+class Below(BaseException):
+    """No Exception."""
+
+
+def anything() -> dict[str, BaseException]:
+    """What a handler may raise, by name."""
+
+    class Local(Exception):
+        pass
+
+    return {
+        "stubborn": Stubborn(1, 2),
+        "local": Local("here"),
+        "below": Below("base"),
+        "group": ExceptionGroup("many", [ValueError(1), TypeError(2)]),
+        "exit": SystemExit(3),
+        "interrupt": KeyboardInterrupt("now"),
+        "generator": GeneratorExit("closed"),
+        "memory": MemoryError("full"),
+        "large": ValueError("x" * 10_000_000),
+        "nul": ValueError("a\0b"),
+        "surrogate": ValueError("a\udc80b"),
+        "empty": ValueError(),
+    }
+
+
+@job("raises-anything", queue="test")
+def raises_anything(context: Context, params: dict[str, Any]) -> None:
+    """Raises what params name."""
+    note(context, params)
+    if params["what"] == "recursion":
+        raises_anything(context, params)
+    raise anything()[params["what"]]
+
+
+@job("waits-in-sql", queue="test", max_retries=0, soft_time_limit=1)
+def waits_in_sql(context: Context, params: dict[str, Any]) -> None:
+    """Runs into its soft time limit inside a statement of its own."""
+    note(context, params)
+    with psycopg.connect(os.environ["BRIDGE_DATABASE_URL"]) as conn:
+        conn.execute("SELECT pg_sleep(20)")
+
+
+@job("changes-its-params", queue="test", max_retries=3)
+def changes_its_params(context: Context, params: dict[str, Any]) -> None:
+    """Spoils what it was given, and asks for a retry."""
+    note(context, params)
+    params["list"].append("spoilt")
+    raise Retry("again", delay=10)
+
+
 @job("lost-again", queue="test", retry_lost=True, max_retries=1)
 def lost_again(context: Context, params: dict[str, Any]) -> None:
     """Kills its process."""

@@ -154,7 +154,7 @@ class Process:
         """The end of what it said."""
         return self.log[-3000:]
 
-    def says(self, text: str, *, seconds: float = 30.0) -> None:
+    def says(self, text: str, *, seconds: float = 60.0) -> None:
         """Wait until its log holds the text."""
         until(
             lambda: text in self.log or self.popen.poll() is not None,

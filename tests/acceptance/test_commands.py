@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,23 @@ def test_what_a_killed_dev_leaves_is_removed_by_the_next() -> None:
     assert after.communicate(timeout=60) == ("", "")
     assert after.returncode == 0
     assert not folder.exists()
+
+
+def test_what_others_put_into_the_temporary_folder_does_not_hold_dev_up(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    pipe, link = (Path(f"/tmp/bridge-test-{each}-{os.getpid()}") for each in ("pipe", "link"))
+    pipe.mkdir()
+    os.mkfifo(pipe / "owner")
+    (tmp_path / "owner").touch()
+    link.symlink_to(tmp_path)
+    try:
+        process = dev("true")
+        assert process.communicate(timeout=60) == ("", "")
+        assert (pipe / "owner").exists()
+        assert (tmp_path / "kept").exists()
+    finally:
+        link.unlink()
+        shutil.rmtree(pipe)
 
 
 def dev(*command: str) -> subprocess.Popen[str]:

@@ -30,7 +30,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.faults import FAULTS, Fault, queued
 from tests.chaos.verdict import Told, is_double, is_illegal, is_lost, runs
 
-NOMINAL = 9.0  # minutes that the run takes with the faults' own durations
+NOMINAL = 5.0  # minutes that the run takes with the faults' own durations
 WINDOW = 3.0  # seconds over which a rate is measured
 PATIENCE = 60.0  # seconds until the rate must be back, and until the last job must have ended
 

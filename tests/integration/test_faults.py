@@ -12,22 +12,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from bridge.database import Database
 from bridge.embedded import Servers
-from bridge.migrating import migrate
-from tests.conftest import SIDE_TABLES
 from tests.support import Side, Stack, broker, depth, purge, stays, until
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[tuple[Servers, Stack]]:
-    """Servers of the test's own, which it may stop."""
-    with Servers() as servers:
-        migrate(Database(servers.database_url))
-        with psycopg.connect(servers.database_url) as conn:
-            conn.execute(SIDE_TABLES)
-        with Stack(servers.database_url, servers.broker_url, tmp_path) as stack:
-            yield servers, stack
 
 
 def test_c07_a_job_longer_than_its_lease_completes(stack: Stack, side: Side) -> None:
