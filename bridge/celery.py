@@ -15,7 +15,8 @@ from celery.utils.imports import cwd_in_path
 from bridge import runtime, worker
 from bridge.database import Database
 from bridge.dispatcher import Dispatcher
-from bridge.errors import SettingError, UnknownJob
+from bridge.encoding import safe_text
+from bridge.errors import ConfigurationError, SettingError, UnknownJob
 from bridge.keeper import Keeper
 from bridge.listener import Listener
 from bridge.progress import Heart
@@ -44,6 +45,8 @@ _default: list[Celery] = []
 
 def install(app: Celery) -> Celery:
     """See `bridge.install`."""
+    if not isinstance(app, Celery):
+        raise ConfigurationError(f"install takes a Celery app, not a {type(app).__name__}")
     if not runtime.is_installed(app):
         worker.prepare(app)
         app.on_after_configure.connect(_lay_below, weak=False)
@@ -102,14 +105,15 @@ def definition(app: Celery, name: str) -> Definition:
         UnknownJob: there is none.
         ConfigurationError: a job module does not exist.
     """
-    task = app.tasks.get(name)
-    if task is None:
+    task = app.tasks.get(name) if isinstance(name, str) else None
+    if task is None and isinstance(name, str):
         load_modules(app)
+        app.loader.import_default_modules()  # and what autodiscover_tasks waits to be asked for
         task = app.tasks.get(name)
     if not isinstance(task, JobTask):
         known = sorted(each for each, found in app.tasks.items() if isinstance(found, JobTask))
         raise UnknownJob(
-            f"No job named {str(name)[:80]!r} is registered in this process. "
+            f"No job named {safe_text(name, limit=80)!r} is registered in this process. "
             f"Known: {', '.join(known) or 'none'}. Import its module, or name the module in BRIDGE_IMPORTS."
         )
     return task.definition
@@ -124,7 +128,10 @@ def _lay_below(sender: Celery, **_: object) -> None:
         _point_at_broker(sender)
     except SettingError as error:  # raised again by whoever builds the Bridge; Celery's signals only log errors
         logger.error("%s", error)
-    wanted = modules(os.environ.get("BRIDGE_IMPORTS", ""))
+    try:
+        wanted = modules(os.environ.get("BRIDGE_IMPORTS", ""))
+    except ValueError:
+        wanted = ()  # refused by name when the settings are read
     sender.conf.imports = tuple(dict.fromkeys((*sender.conf.imports, *wanted)))
 
 

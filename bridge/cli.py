@@ -115,7 +115,11 @@ def _bridge(found: Any) -> Any:
     sys.path.insert(0, os.getcwd())
     try:
         app = find_app(found) if isinstance(found, str) else found
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigurationError(f"The Celery app {found!r} (-A or CELERY_APP) cannot be imported: {error}") from None
-    celery.install(app)
+    try:
+        celery.install(app)
+        _ = app.conf.imports  # reads the configuration, which names modules too
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"The configuration of the Celery app cannot be imported: {error}") from None
     return runtime.of(app)

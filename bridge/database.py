@@ -20,9 +20,9 @@ from weakref import WeakSet
 
 import psycopg
 from psycopg import pq
-from psycopg.rows import TupleRow
+from psycopg.rows import TupleRow, tuple_row
 
-from bridge.errors import ConfigurationError, DatabaseError, DatabaseUnavailable
+from bridge.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, InvalidJob
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ _SESSION = {
 }
 
 
+_OURS = "bridge.session"  # a setting of no meaning: a session that has it has the others
 _READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE, NOT DEFERRABLE;"
 
 
@@ -64,6 +65,10 @@ def translated() -> Iterator[None]:
         yield
     except psycopg.Error as error:
         raise ours(error) from error
+    except UnicodeEncodeError as error:
+        raise DatabaseError(
+            f"the connection's client_encoding, {error.encoding}, lacks a character: set it to UTF8"
+        ) from None
 
 
 @contextmanager
@@ -72,9 +77,12 @@ def joined(conn: object) -> Iterator[psycopg.Connection[Any]]:
 
     Raises:
         TypeError: it is no psycopg connection.
+        InvalidJob: it is in pipeline mode.
     """
     if not isinstance(conn, psycopg.Connection):
         raise TypeError(f"conn takes a psycopg.Connection, not {type(conn).__module__}.{type(conn).__qualname__}")
+    if conn.info.pipeline_status != pq.PipelineStatus.OFF:
+        raise InvalidJob("conn is in pipeline mode, where no answer is known before its end: call this outside of it")
     with translated():
         yield conn
 
@@ -97,13 +105,25 @@ def in_transaction(conn: psycopg.Connection[Any]) -> bool:
     return not conn.closed and conn.info.transaction_status != pq.TransactionStatus.IDLE
 
 
-def abandon(conn: psycopg.Connection[Any]) -> None:
-    """Roll back what a connection has open; one that cannot is closed, which has the same effect."""
-    if in_transaction(conn):
-        try:
-            conn.rollback()
-        except psycopg.Error:
-            conn.close()
+def abandon(conn: psycopg.Connection[Any], transaction: str) -> bool:
+    """Roll back that transaction if the connection is still in it; a pool may have given it to somebody else since.
+
+    Args:
+        transaction: its id, as `pg_current_xact_id()` says it.
+
+    Returns:
+        Was it open? One that failed is not looked for: PostgreSQL has rolled it back, and released its locks.
+    """
+    if conn.closed or conn.info.transaction_status != pq.TransactionStatus.INTRANS:
+        return False
+    try:
+        row = conn.cursor(row_factory=tuple_row).execute("SELECT pg_current_xact_id_if_assigned()::text").fetchone()
+        if row != (transaction,):
+            return False
+        conn.rollback()
+    except psycopg.Error:
+        conn.close()
+    return True
 
 
 def ours(error: psycopg.Error) -> DatabaseError:
@@ -148,7 +168,7 @@ class Database:
             ConfigurationError: the address cannot be understood.
             DatabaseUnavailable: the server does not answer, or refuses.
         """
-        options = " ".join(f"-c {key}={value}" for key, value in self._session().items())
+        options = " ".join(f"-c {key}={value}" for key, value in {**self._session(), _OURS: "1"}.items())
         url = self.url if isinstance(self.url, str) else self.url()
         try:
             given = psycopg.conninfo.conninfo_to_dict(url)
@@ -156,9 +176,9 @@ class Database:
             raise ConfigurationError(
                 "The database address cannot be understood; it looks like postgresql://user@host:5432/database"
             ) from None
-        if isinstance(given.get("options"), str):
-            options = f"{options} {given['options']}"
-        settings = {"application_name": self.name, **_CONNECT, **given}
+        if own := given.pop("options", None):
+            options = f"{options} {own}"
+        settings = {"application_name": self.name, **_CONNECT, **given, "client_encoding": "UTF8"}
         try:
             return self._pooled_connection(settings) if self.pooled else self._own_connection(settings, options)
         except psycopg.Error as error:
@@ -182,8 +202,8 @@ class Database:
             return self._pooled_connection(settings)
         if conn.info.parameter_status("TimeZone") != "UTC":  # PGTZ beats the options
             conn.execute("SET TimeZone TO 'UTC'")
-        row = conn.execute("SELECT current_setting('lock_timeout')").fetchone()
-        if row != (self.lock_timeout,):  # ignore_startup_parameters = options: a pooler took them, and forgot
+        row = conn.execute("SELECT current_setting(%s, true)", (_OURS,)).fetchone()
+        if row != ("1",):  # ignore_startup_parameters = options: a pooler took them, and forgot
             conn.close()
             self.pooled = True
             return self._pooled_connection(settings)

@@ -17,6 +17,9 @@ from bridge.embedded import Servers
 from bridge.migrating import migrate
 from bridge.stopping import Signals, Stopped
 
+_ELSEWHERE = ("BRIDGE_LISTEN_URL", "CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL")
+"""Variables that, like those of libpq, would lead to other servers than those that are started."""
+
 
 def run(command: Sequence[str]) -> int:
     """Start PostgreSQL and Valkey, migrate, run the command with the environment set, then stop everything.
@@ -39,6 +42,9 @@ def run(command: Sequence[str]) -> int:
 
 
 def _on_servers(command: Sequence[str], signals: Signals) -> int:
+    for name in [each for each in os.environ if each.startswith("PG") or each in _ELSEWHERE]:
+        del os.environ[name]
+    others = _children()
     with Servers() as servers:
         migrate(Database(servers.database_url))
         environment = {
@@ -51,7 +57,7 @@ def _on_servers(command: Sequence[str], signals: Signals) -> int:
         with signals.heard():  # whatever came while the servers started
             pass
         code = _run(list(command), environment, signals)
-        _end_children(spare={each.pid for each in (servers.postgres, servers.valkey) if each})
+        _end_children(spare=others | {each.pid for each in (servers.postgres, servers.valkey) if each})
     return code if code >= 0 else 128 - code
 
 

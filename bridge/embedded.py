@@ -31,6 +31,7 @@ from bridge.errors import ConfigurationError, DatabaseUnavailable
 
 _START_SECONDS = 60.0
 _NOBODY = "nobody"
+_OWNED = b"a folder of the bridge's embedded servers\n"
 _TEMPORARY = "/tmp"  # noqa: S108  # not $TMPDIR, because the address of a socket has 107 characters at most
 
 
@@ -56,7 +57,10 @@ class Servers:
             ConfigurationError: the extra `embedded` is not installed, or a server did not start.
         """
         _remove_abandoned()
-        self.folder = Path(tempfile.mkdtemp(prefix="bridge-", dir=_TEMPORARY))
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="bridge-", dir=_TEMPORARY))
+        except OSError as error:
+            raise ConfigurationError(f"The embedded servers need a folder in {_TEMPORARY}: {error.strerror}") from None
         try:
             self.owner = _own(self.folder)
             self.folder.chmod(0o711)
@@ -136,6 +140,8 @@ def _own(folder: Path) -> IO[bytes]:
     new = folder / "owner.new"
     lock = new.open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.write(_OWNED)
+    lock.flush()
     new.rename(folder / "owner")  # seen by others only once it is locked
     return lock
 
@@ -148,7 +154,8 @@ def _remove_abandoned() -> None:
             lock = os.open(owner, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 found = os.fstat(lock)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                if mine and os.read(lock, len(_OWNED) + 1) == _OWNED:  # not somebody's own folder of such a name
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(owner.parent, ignore_errors=True)
             finally:
@@ -205,6 +212,7 @@ def _die_with_parent() -> None:
 
     SIGQUIT is PostgreSQL's immediate shutdown, which waits for no client, and ends Valkey.
     """
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a script's background job has it ignored
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGQUIT)
     os.setsid()  # Ctrl-C in a terminal is for the parent, which stops us in order

@@ -321,7 +321,12 @@ class Keeper:
         if job is not None:
             fail = Fail(report(UnknownJob(name)))
             ledger.settle(conn, job.id, fail, tenant=tenant, actor=run.worker, run=run.id)
-            logger.error("job %s: no job named %r is registered here; failed, not retried", job.id, name)
+            logger.error(
+                "job %s: no job named %r is registered here; failed, not retried. Name its module in BRIDGE_IMPORTS, "
+                "or leave it to a worker that knows it with BRIDGE_UNKNOWN_JOB=defer",
+                job.id,
+                name,
+            )
         return True
 
 

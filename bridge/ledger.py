@@ -183,10 +183,10 @@ def settle(
             assert_never(outcome)
 
 
-def isolation(conn: AnyConnection) -> str:
-    """The isolation level of the transaction, as PostgreSQL writes it."""
-    row = conn.cursor(row_factory=dict_row).execute(statement("isolation")).fetchone() or {}
-    return str(row["isolation"])
+def transaction(conn: AnyConnection) -> tuple[str, str]:
+    """The transaction's id and its isolation level, as PostgreSQL writes them."""
+    row = conn.cursor(row_factory=dict_row).execute(statement("transaction")).fetchone() or {}
+    return str(row["id"]), str(row["isolation"])
 
 
 def late(conn: AnyConnection, *, tenant: str, actor: str, job_id: UUID | None = None, limit: int = 1) -> list[UUID]:

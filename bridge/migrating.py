@@ -89,9 +89,9 @@ def _refuse_foreign(config: Config, conn: Connection) -> None:
             'for example with psql -c "CREATE SCHEMA bridge"'
         )
     version = _version(conn)
-    if version is None and found["has_job"]:
+    if version is None and found["taken"] is not None:
         raise SchemaError(
-            f"The schema {found['name']!r} already holds a table 'job' that the bridge did not make; "
+            f"The schema {found['name']!r} already holds a table {found['taken']!r} that the bridge did not make; "
             "it was not touched. "
             "Use another database, or another schema by a search_path: "
             "postgresql://…/db?options=-csearch_path%3Dbridge"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 from uuid import UUID
 
 from bridge import ledger
@@ -33,7 +34,7 @@ class Current:
     renewed: float
     reported: float = float("-inf")
     failing_since: float | None = None
-    finished: ledger.AnyConnection | None = None
+    finished: tuple[ledger.AnyConnection, str] | None = None  # the connection, and its transaction's id
     interrupted: bool = False
 
 
@@ -129,15 +130,28 @@ class Heart:
                 raise InvalidJob(
                     "finish needs a transaction, and this connection is in autocommit: use conn.transaction()"
                 )
-            if (isolation := ledger.isolation(caller)) != "read committed":
+            transaction, isolation = ledger.transaction(caller)
+            if isolation != "read committed":
                 raise InvalidJob(f"finish needs a READ COMMITTED transaction, this one is {isolation}")
             job, run = current.job, current.run
             if not ledger.settle(caller, job.id, outcome, tenant=job.tenant, actor=run.worker, run=run.id):
+                self._not_finished(current, caller)
+            current.finished = (caller, transaction)
+
+    def _not_finished(self, current: Current, caller: ledger.AnyConnection) -> NoReturn:
+        """The row was not this run's to complete, or not with this transaction: look from outside of it."""
+        job, lost = current.job, True
+        try:
+            with self.database.connection() as conn:
+                lost = ledger.held(conn, job.id, current.run, tenant=job.tenant) is None
+        finally:
+            if lost:
                 # Closed, because a savepoint of the caller's could undo anything less, and commit what is around it.
                 current.interrupted = True
                 caller.close()
-                raise Interrupted(f"job {job.id} is no longer held by this run; its transaction is rolled back")
-            current.finished = caller
+        if lost:
+            raise Interrupted(f"job {job.id} is no longer held by this run; its transaction is rolled back")
+        raise InvalidJob("finish was called before in this transaction, or its connection is to another database")
 
     def _write(self, current: Current, report: Progress | None, *, renew: bool) -> ledger.Beat:
         with self.database.connection() as conn:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from uuid import UUID
 
 from bridge import ledger, metrics, progress
-from bridge.database import Database, abandon, as_milliseconds, in_doubt, in_transaction
+from bridge.database import Database, abandon, as_milliseconds, in_doubt
 from bridge.errors import DatabaseError, DatabaseUnavailable, InvalidParams, Retry
 from bridge.lifecycle import MOVES, Status
 from bridge.outcome import (
@@ -145,7 +145,7 @@ class Runner:
         if current.interrupted:
             return None
         if current.finished is not None:
-            if self._is_finished(job, run, current.finished):
+            if self._is_finished(job, run, *current.finished):
                 if trouble is not None:
                     logger.warning("job %s (%s): raised after it had finished", job.id, job.name, exc_info=trouble)
                 return Finished()
@@ -159,18 +159,19 @@ class Runner:
             logger.error("job %s (%s): its result %s; stored as null", job.id, job.name, outcome.lost_result)
         return outcome
 
-    def _is_finished(self, job: Job, run: Run, conn: ledger.AnyConnection) -> bool:
+    def _is_finished(self, job: Job, run: Run, conn: ledger.AnyConnection, transaction: str) -> bool:
         """Was the transaction committed in which the handler called finish? One that is still open is rolled back."""
-        if in_transaction(conn):
-            logger.error("job %s (%s): its handler ended without a commit after finish; rolled back", job.id, job.name)
-            abandon(conn)
 
         def attempt(_: int) -> bool:
             with self.database.connection() as own:
                 row = ledger.get(own, job.id, tenant=job.tenant)
             return row is not None and row.run_id == run.id and row.status is Status.COMPLETED
 
-        return bool(in_doubt(attempt, wait=_sleep, what=f"look at job {job.id}"))
+        if in_doubt(attempt, wait=_sleep, what=f"look at job {job.id}"):
+            return True
+        if abandon(conn, transaction):
+            logger.error("job %s (%s): its handler ended without a commit after finish; rolled back", job.id, job.name)
+        return False
 
     def _settle(self, job: Job, run: Run, outcome: Outcome) -> bool:
         """Write the outcome; true if it stands, by this statement or by an unanswered one before it."""

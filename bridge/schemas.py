@@ -147,6 +147,11 @@ def _checked(schema: Schema, params: object, prefix: str, depth: int) -> object:
             f"{prefix.rstrip('.') or 'params'}: a {type(params).__name__} has no fields: give a mapping, "
             f"or an object with the fields of {type(schema).__name__}"
         )
+    if known and not any(hasattr(params, key) for key in known):
+        raise InvalidParams(
+            f"{prefix.rstrip('.') or 'params'}: a {type(params).__name__} has none of the fields of "
+            f"{type(schema).__name__}: {', '.join(sorted(known))}"
+        )
     for key, each in known.items():
         _value(each, getattr(params, key, None), f"{prefix}{key}", depth)
     return params
@@ -158,12 +163,10 @@ def _value(each: Any, value: object, path: str, depth: int) -> object:
     match each, value:
         case _, None:
             return value
-        case fields.Nested(many=True), list() | tuple():
-            return [_checked(each.schema, item, f"{path}[{index}].", depth + 1) for index, item in enumerate(value)]
+        case fields.Nested(many=True) | fields.List() | fields.Tuple(), _:
+            return _items(each, value, path, depth)
         case fields.Nested(), _ if not isinstance(each, fields.Pluck):
             return _checked(each.schema, value, f"{path}.", depth + 1)
-        case fields.List(), list() | tuple():
-            return [_value(each.inner, item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
         case fields.Dict(), Mapping() if each.value_field is not None:
             return {key: _value(each.value_field, item, f"{path}.{key}", depth + 1) for key, item in value.items()}
         case fields.DateTime(), _ if not isinstance(each, fields.NaiveDateTime):
@@ -173,6 +176,21 @@ def _value(each: Any, value: object, path: str, depth: int) -> object:
                     "give it tzinfo, or use fields.NaiveDateTime"
                 )
     return value
+
+
+def _items(each: Any, value: object, path: str, depth: int) -> object:
+    """The items of a list, each checked; what can be walked once only, or in no order, is no list."""
+    if not isinstance(value, list | tuple):
+        raise InvalidParams(f"{path}: give a list or a tuple, not a {type(value).__name__}")
+    if isinstance(each, fields.Nested):
+        return [_checked(each.schema, item, f"{path}[{index}].", depth + 1) for index, item in enumerate(value)]
+    inner = each.tuple_fields if isinstance(each, fields.Tuple) else [each.inner] * len(value)
+    if len(inner) != len(value):
+        return value  # marshmallow says so
+    return [
+        _value(one, item, f"{path}[{index}]", depth + 1)
+        for index, (one, item) in enumerate(zip(inner, value, strict=True))
+    ]
 
 
 def _culprit(schema: Schema, params: object) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
+from bridge.encoding import safe_text
 from bridge.errors import ConfigurationError, SettingError
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,20 @@ def _postgres_url(value: object) -> str:
         scheme = urlsplit(text).scheme
     except ValueError:
         scheme = ""
+    if scheme.startswith(("postgresql+", "postgres+")):
+        raise ValueError("names a driver, as SQLAlchemy has it: drop the part from '+' to '://'")
     if scheme not in ("postgresql", "postgres") and "=" not in text.split("://")[0]:
         raise ValueError("is not a PostgreSQL address such as postgresql://user@host:5432/database")
+    _check_password(text)
     return text
+
+
+def _check_password(url: str) -> None:
+    """What is not escaped ends the password early, and its rest would be shown as host or database."""
+    for part in url.split(";"):
+        authority, _, rest = part.partition("://")[2].partition("?")[0].partition("/")
+        if (authority and "@" in rest) or "@" in authority.rpartition("@")[0] or "#" in authority:
+            raise ValueError("holds a / @ or # in its password: write %2F for /, %40 for @, %23 for #")
 
 
 def _listen_url(value: object) -> str:
@@ -76,6 +88,7 @@ def broker_url(value: object) -> str:
     text = str(value).strip()
     if "://" not in text:
         raise ValueError("is not a broker address such as redis://host:6379/0 or amqp://user@host//")
+    _check_password(text)
     return text
 
 
@@ -84,6 +97,8 @@ def modules(value: object) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple | set | frozenset):
         raise ValueError("is not a list of module names")
+    if not all(isinstance(name, str) and not name.strip().startswith(".") for name in names):
+        raise ValueError("is not a list of module names: each is absolute, as in package.module")
     return tuple(name.strip() for name in names if name.strip())
 
 
@@ -176,6 +191,6 @@ def _read(environ: Mapping[str, str], configuration: Mapping[str, Any]) -> list[
         try:
             found.append((each.name, each.metadata["parse"](value)))
         except ValueError as error:
-            shown = "its value" if each.metadata["secret"] else repr(str(value)[:80])
+            shown = "its value" if each.metadata["secret"] else repr(safe_text(value, limit=80))
             raise SettingError(f"{source}: {shown} {error}.") from None
     return found

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from bridge import ledger, progress
 from bridge.database import Database, joined, nested
-from bridge.encoding import dumps
+from bridge.encoding import dumps, safe_text
 from bridge.errors import DatabaseUnavailable, EncodingError, InvalidJob, InvalidParams, KeyTaken, milliseconds
 from bridge.lifecycle import Status
 from bridge.outcome import Cancel
@@ -70,6 +70,8 @@ class Submission:
         """See `bridge.submit_many`."""
         if options.dedupe or options.unique_key is not None:
             raise InvalidJob("submit_many takes no dedupe and no unique_key: submit the jobs one by one")
+        if isinstance(many, str | bytes) or not isinstance(many, Sequence):
+            raise InvalidJob(f"submit_many takes a list of params, not a {type(many).__name__}")
         definition = self.definition(name)
         texts = []
         for index, params in enumerate(many):
@@ -91,6 +93,8 @@ class Submission:
     def invoke(self, name: str, raw: object, *, context: Context | None, job_id: UUID | str | None) -> Any:
         """See `bridge.invoke`."""
         definition = self.definition(name)
+        if context is not None and not isinstance(context, Context):
+            raise InvalidJob("context takes a bridge.Context, or nothing: then one is made")
         try:
             text = dumps({} if raw is None else raw)
         except EncodingError as error:
@@ -197,7 +201,7 @@ def as_uuid(value: UUID | str, *, name: str) -> UUID:
     try:
         return UUID(value)
     except (ValueError, AttributeError, TypeError):
-        raise InvalidJob(f"{name} is not a uuid: {str(value)[:80]!r}") from None
+        raise InvalidJob(f"{name} is not a uuid: {safe_text(value, limit=80)!r}") from None
 
 
 def _dump(definition: Definition, params: object) -> str:
@@ -211,7 +215,11 @@ def _check_sameness(options: Options) -> None:
     if not isinstance(options.dedupe, bool):
         raise InvalidJob("dedupe is True or False; what is equal is said by name, queue and label")
     if options.on_conflict not in ("return", "raise", "replace"):
-        raise InvalidJob(f"on_conflict is 'return', 'raise' or 'replace', not {str(options.on_conflict)[:80]!r}")
+        raise InvalidJob(
+            f"on_conflict is 'return', 'raise' or 'replace', not {safe_text(options.on_conflict, limit=80)!r}"
+        )
+    if options.on_conflict != "return" and options.unique_key is None:
+        raise InvalidJob(f"on_conflict={options.on_conflict!r} speaks of a unique_key: give one")
     if options.dedupe and options.unique_key is not None:
         raise InvalidJob("dedupe and unique_key are two ways to say what is equal: give one")
 
@@ -254,13 +262,13 @@ def check_max_retries(value: object) -> int:
 def check_queue(value: object) -> str:
     """A logical queue's name as every broker takes it, or InvalidJob."""
     if not isinstance(value, str) or not _QUEUE.fullmatch(value):
-        raise InvalidJob(f"queue is 1 to 150 of the characters A-Z a-z 0-9 _ . : -, not {str(value)[:80]!r}")
+        raise InvalidJob(f"queue is 1 to 150 of the characters A-Z a-z 0-9 _ . : -, not {safe_text(value, limit=80)!r}")
     return value
 
 
 def _whole(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidJob(f"{name} is a whole number from {low} to {high}, not {str(value)[:80]!r}")
+        raise InvalidJob(f"{name} is a whole number from {low} to {high}, not {safe_text(value, limit=80)!r}")
     return value
 
 

@@ -156,6 +156,9 @@ def declare(name: str, handler: Callable[..., Any], find: Callable[[str], Any], 
     if inspect.iscoroutinefunction(handler) or inspect.isgeneratorfunction(handler):
         raise InvalidJob(f"Job {name!r}: a handler is a plain function, not async and without yield")
     _check_name(name)
+    for option in ("retry_lost", "retry_on_error"):
+        if not isinstance(options[option], bool):
+            raise InvalidJob(f"Job {name!r}: {option} is True or False")
     # refused here, not in a worker or at the first submit
     codec(options["schema"], job=name)
     _check_defaults(name, options["job_queue"], options["job_priority"], options["max_retries"])
@@ -190,7 +193,7 @@ def _define(task: JobTask) -> Definition:
 
 
 def _check_handler(name: str, handler: Callable[..., Any]) -> None:
-    if getattr(handler, "__name__", "<lambda>") == "<lambda>":
+    if not callable(handler) or isinstance(handler, type) or getattr(handler, "__name__", "<lambda>") == "<lambda>":
         raise InvalidJob(f"Job {name!r}: a handler is a function with a name, because logs and Celery show it")
     try:
         inspect.signature(handler).bind(None, None)
@@ -203,7 +206,7 @@ def _check_handler(name: str, handler: Callable[..., Any]) -> None:
 def _check_task_options(name: str, options: dict[str, Any]) -> None:
     """Celery takes any option of a task in silence; a misspelled one would be lost."""
     for option in options:
-        if not hasattr(JobTask, option):
+        if not hasattr(JobTask, option) or option in ("definition", "run"):
             near = difflib.get_close_matches(option, [*options, *vars(JobTask), *vars(celery.Task)], 2)
             close = [each for each in near if each != option]
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -219,7 +222,9 @@ def _check_defaults(name: str, queue: object, priority: object, max_retries: obj
 
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or not 1 <= len(name) <= 200 or not name.isprintable() or " " in name:
-        raise InvalidJob(f"A job's name is 1 to 200 printable characters without spaces, not {str(name)[:80]!r}")
+        raise InvalidJob(
+            f"A job's name is 1 to 200 printable characters without spaces, not {safe_text(name, limit=80)!r}"
+        )
 
 
 def _in_our_words(handler: Callable[..., Any]) -> Callable[..., Any]:

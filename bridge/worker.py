@@ -83,9 +83,11 @@ def _ready(app: Celery) -> runtime.Bridge:
     try:
         bridge = runtime.of(app)
         bridge.settings.database()
-        for task in app.tasks.values():
-            if isinstance(task, JobTask):
-                _ = task.definition  # a bad one is refused now, not when its first message comes
+        jobs = [task for task in app.tasks.values() if isinstance(task, JobTask)]
+        for task in jobs:
+            _ = task.definition  # a bad one is refused now, not when its first message comes
+        if not jobs:
+            logger.warning("this worker knows no jobs: name their modules in BRIDGE_IMPORTS")
         with bridge.database.connection() as conn:
             check(conn)
         bridge.database.close()

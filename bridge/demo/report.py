@@ -34,7 +34,7 @@ class Steps:
 
 def watch(counts: Iterable[int], total: int) -> None:
     """Show the counts as they come: a bar in a terminal, a line for every quarter elsewhere."""
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         with click.progressbar(length=total, label=f"{INDENT}jobs over", show_eta=False, show_pos=True) as bar:
             for done in counts:
                 bar.update(done - bar.pos)

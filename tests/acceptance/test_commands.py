@@ -53,6 +53,11 @@ def test_no_secret_is_shown(database_url: str) -> None:
 NOWHERE = "PostgreSQL at localhost:1, database 'db', cannot be reached: "
 MISTAKES = {
     "a database that does not answer": (["migrate"], {"BRIDGE_DATABASE_URL": "postgresql://x@localhost:1/db"}, NOWHERE),
+    "an address of SQLAlchemy's": (
+        ["migrate"],
+        {"BRIDGE_DATABASE_URL": "postgresql+psycopg://x"},
+        "names a driver, as",
+    ),
     "a host that is none": (
         ["dispatcher"],
         {"BRIDGE_DATABASE_URL": "postgresql://x@no-such-host.invalid/db"},
@@ -78,6 +83,29 @@ def test_a_mistake_is_answered_by_one_sentence(command: list[str], env: dict[str
     assert sentence in said.stderr
     assert "Traceback" not in said.stderr
     assert len(said.stderr.splitlines()) <= 2  # the sentence, and once in the log where Celery is configured
+
+
+def test_a_password_that_is_not_escaped_is_not_shown() -> None:
+    for name, address in {
+        "BRIDGE_DATABASE_URL": "postgresql://app:hush/hush@localhost:1/db",
+        "BRIDGE_LISTEN_URL": "postgresql://app:hu@hush@localhost:1/db",
+        "BRIDGE_BROKER_URL": "redis://:hush/hush@localhost:1/0",
+    }.items():
+        env = {"BRIDGE_DATABASE_URL": "postgresql://x@localhost:1/db", name: address}
+        for command in (["-m", "bridge", "dispatcher", "--once"], ["-m", "celery", "-A", "bridge", "worker"]):
+            said = run(sys.executable, *command, **env)
+            assert said.returncode == 1
+            assert f"{name}: its value holds a / @ or # in its password" in said.stderr
+            assert "hush" not in said.stdout + said.stderr
+            assert "Traceback" not in said.stderr
+
+
+@pytest.mark.parametrize("app", ["", ".", "os:getcwd", "sys:path", "bridge:nothing"])
+def test_an_app_that_is_none_is_one_sentence(app: str, database_url: str) -> None:
+    said = run(sys.executable, "-m", "bridge", "-A", app, "migrate", BRIDGE_DATABASE_URL=database_url)
+    assert said.returncode == 1, said.stdout
+    assert "Traceback" not in said.stderr
+    assert len(said.stderr.splitlines()) == 1
 
 
 def test_a_misspelled_setting_is_named(database_url: str) -> None:
@@ -159,6 +187,57 @@ def folder_of(pid: int) -> Path | None:
             if (found := path.readlink()).name == "owner":
                 return found.parent
     return None
+
+
+def test_dev_is_not_led_elsewhere_and_ends_only_what_it_started(admin_url: str, tmp_path: Path) -> None:
+    """Variables of libpq and of Celery name other servers; and a neighbour is this process's child before `exec`."""
+    script = (
+        f'sleep 300 >/dev/null 2>&1 & echo $! > "{tmp_path}/neighbour"\n'
+        f"exec {shlex.quote(sys.executable)} -m bridge dev -- sh -c "
+        """'psql -Atc "SHOW data_directory" "$BRIDGE_DATABASE_URL"; env | grep -E "^(PG|BRIDGE|CELERY)"'\n"""
+    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PGHOSTADDR": "192.0.2.1",
+        "PGSERVICE": "elsewhere",
+        "PGTARGETSESSIONATTRS": "standby",
+        "BRIDGE_LISTEN_URL": "postgresql://elsewhere",
+        "CELERY_BROKER_READ_URL": "redis://elsewhere",
+    }
+    said = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, timeout=90, check=False)
+    neighbour = int((tmp_path / "neighbour").read_text())
+    try:
+        assert said.returncode == 0, said.stderr
+        assert said.stdout.startswith("/tmp/bridge-")
+        assert "elsewhere" not in said.stdout
+        os.kill(neighbour, 0)
+    finally:
+        os.kill(neighbour, signal.SIGKILL)
+
+
+def test_a_killed_dev_of_a_scripts_background_leaves_no_server(tmp_path: Path) -> None:
+    """There SIGQUIT is ignored, and inherited so; it is what ends the servers when their parent is gone."""
+    inner = f'echo "$BRIDGE_DATABASE_URL" > "{tmp_path}/there"; exec sleep 60'
+    script = f"{shlex.quote(sys.executable)} -m bridge dev -- sh -c '{inner}' & echo $! > \"{tmp_path}/pid\"; wait"
+    process = subprocess.Popen(["sh", "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    there = tmp_path / "there"
+    until(lambda: there.exists() and there.read_text().strip())
+    folder = there.read_text().strip().partition("host=")[2]
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    process.wait(60)
+    until(lambda: not subprocess.run(["pgrep", "-f", folder], capture_output=True, check=False).stdout)
+
+
+def test_a_folder_of_somebodys_own_is_not_removed() -> None:
+    mine = Path(f"/tmp/bridge-test-notes-{os.getpid()}")
+    mine.mkdir()
+    try:
+        (mine / "owner").write_text("me\n")
+        assert dev("true").communicate(timeout=60) == ("", "")
+        assert (mine / "owner").exists()
+    finally:
+        shutil.rmtree(mine)
 
 
 def test_what_a_killed_dev_leaves_is_removed_by_the_next() -> None:

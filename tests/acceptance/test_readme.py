@@ -77,7 +77,7 @@ def test_an_app_that_you_have(stack: Stack, side: Side, tmp_path: Path) -> None:
     until(lambda: side.counts() == {"completed": 1}, what=lambda: worker.tail)
     worker.says("succeeded in")
     until(lambda: "Task shop.add" in worker.log and ": 3" in worker.log, what=lambda: worker.tail)
-    assert side.rows("SELECT name, result FROM job") == [{"name": "shop.invoice", "result": {"order": 7}}]
+    assert side.rows("SELECT name, result FROM job") == [{"name": "billing.invoice", "result": {"order": 7}}]
     assert side.rows("SELECT id FROM orders") == [{"id": 7}]
 
 

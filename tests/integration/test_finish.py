@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 from celery import Celery
+from psycopg.conninfo import make_conninfo
 
 import bridge
 from bridge import ledger, runtime
@@ -240,6 +241,67 @@ def test_while_it_is_uncommitted_nobody_waits_and_nobody_ends_the_run(
     row, _ = play(body)
     assert (row["status"], row["result"]) == ("completed", "done")
     assert bridge.cancel(row["id"], running=True) == 0
+
+
+@pytest.mark.parametrize("how", ["twice", "another database"])
+def test_a_finish_that_is_not_this_transactions_to_write_is_an_error_of_the_handler(
+    play: Any, effects: Any, admin_url: str, template: str, how: str
+) -> None:
+    def body(conn: psycopg.Connection) -> None:
+        if how == "twice":
+            bridge.finish(conn, 1)
+            bridge.finish(conn, 2)
+        else:
+            with psycopg.connect(make_conninfo(admin_url, dbname=template)) as other:
+                bridge.finish(other)
+
+    row, _ = play(body)
+    assert (row["status"], row["error"]["ex_type"], effects()) == ("retry", "InvalidJob", 0)
+    assert "finish was called before in this transaction, or" in row["error"]["hint"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "another run"])
+def test_a_pipeline_is_refused_because_it_answers_late(play: Any, side: Side, effects: Any, how: str) -> None:
+    def body(conn: psycopg.Connection) -> None:
+        lose(side, how)
+        with conn.pipeline():
+            bridge.finish(conn)
+
+    play(body)
+    assert effects() == 0
+
+
+def test_a_connection_that_a_pool_has_given_to_another_job_is_left_alone(
+    play: Any, side: Side, database_url: str
+) -> None:
+    """This job has committed, and gone on; the next one is in its own transaction on the same connection."""
+    with psycopg.connect(database_url) as shared:
+
+        def body(_: psycopg.Connection) -> None:
+            with shared.transaction():
+                shared.execute("INSERT INTO effect VALUES ('mine')")
+                bridge.finish(shared)
+            shared.execute("INSERT INTO effect VALUES ('the next one')")
+
+        row, _ = play(body)
+        assert row["status"] == "completed"
+        assert shared.info.transaction_status == psycopg.pq.TransactionStatus.INTRANS
+        shared.commit()
+    assert {each["what"] for each in side.rows("SELECT what FROM effect")} == {"mine", "the next one", "there"}
+
+
+def test_a_connection_that_is_in_a_later_transaction_is_left_alone(play: Any, side: Side, database_url: str) -> None:
+    with psycopg.connect(database_url) as shared:
+
+        def body(_: psycopg.Connection) -> None:
+            bridge.finish(shared)
+            shared.rollback()
+            shared.execute("INSERT INTO effect VALUES ('another')")
+
+        row, _ = play(body)
+        assert (row["status"], row["error"]["ex_type"]) == ("retry", "Unfinished")
+        shared.commit()
+    assert side.rows("SELECT FROM effect WHERE what = 'another'") != []
 
 
 def test_outside_a_handler_it_is_refused_and_under_invoke_it_only_checks(app: Celery, database_url: str) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -14,9 +15,13 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 from celery import Celery
+from marshmallow import Schema, fields
+from psycopg.conninfo import make_conninfo
 
 import bridge
-from bridge.errors import DatabaseUnavailable, InvalidJob, InvalidParams, UnknownJob
+from bridge import runtime
+from bridge.database import Database
+from bridge.errors import DatabaseError, DatabaseUnavailable, InvalidJob, InvalidParams, UnknownJob
 from tests.jobs import Kind
 from tests.support import ROOT, Side, Stack, until
 
@@ -106,6 +111,38 @@ def test_what_joins_a_transaction_commits_nothing_though_it_is_the_first_stateme
     assert [(row["id"], row["status"]) for row in side.rows("SELECT id, status FROM job")] == [(there, "new")]
 
 
+@pytest.mark.parametrize("verb", JOINED.values(), ids=JOINED.keys())
+def test_a_pipeline_is_refused_because_it_answers_late(
+    app: Celery, side: Side, database_url: str, verb: Callable[[psycopg.Connection, UUID], object]
+) -> None:
+    there = side.insert("plain", status="running")
+    with psycopg.connect(database_url) as caller, caller.pipeline(), pytest.raises(InvalidJob, match="pipeline mode"):
+        verb(caller, there)
+    assert [row["id"] for row in side.rows("SELECT id FROM job")] == [there]
+
+
+def test_options_of_the_address_are_kept_beside_ours(one: runtime.Bridge, database_url: str) -> None:
+    made = Database(make_conninfo(database_url, options="-c search_path=public,pg_temp -c lock_timeout=30s"))
+    with made.connection() as conn:
+        asked = [conn.execute(f"SHOW {each}").fetchone() for each in ("search_path", "lock_timeout")]
+        assert asked == [("public,pg_temp",), ("30s",)]
+    assert not made.pooled
+    made.close()
+
+
+def test_what_celery_discovers_is_known_to_a_producer(
+    app: Celery, side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "discovered").mkdir()
+    (tmp_path / "discovered" / "__init__.py").touch()
+    (tmp_path / "discovered" / "tasks.py").write_text(
+        "import bridge\n@bridge.job('discovered.hello')\ndef hello(context, params): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    app.autodiscover_tasks(["discovered"])
+    assert side.status(bridge.submit("discovered.hello", {})) == "new"
+
+
 @pytest.mark.parametrize("isolation", [2, 3, 4], ids=["read-committed", "repeatable-read", "serializable"])
 def test_submit_joins_whatever_isolation_the_caller_has(
     app: Celery, side: Side, database_url: str, isolation: int
@@ -157,6 +194,76 @@ def test_a_bad_option_is_refused_by_name_and_the_transaction_goes_on(
             bridge.submit("plain", {}, conn=caller, **options)
         kept = bridge.submit("plain", {}, conn=caller)
     assert [row["id"] for row in side.rows("SELECT id FROM job")] == [kept]
+
+
+@pytest.mark.parametrize("params", [object(), int, Decimal(1), datetime(2026, 1, 1, tzinfo=UTC), bytearray(b"x")])
+def test_what_has_none_of_the_fields_is_refused_though_none_is_required(
+    app: Celery, side: Side, params: object
+) -> None:
+    class Loose(Schema):
+        a = fields.Integer()
+
+    bridge.job("loose", schema=Loose)(deep)
+    with pytest.raises(InvalidParams, match=r"none of the fields of Loose: a"):
+        bridge.submit("loose", params)
+    assert side.rows("SELECT FROM job") == []
+
+
+def test_a_list_that_cannot_be_walked_twice_is_refused(app: Celery, side: Side) -> None:
+    class Inner(Schema):
+        x = fields.Integer()
+
+    class Lists(Schema):
+        many = fields.List(fields.Nested(Inner))
+        pair = fields.Tuple((fields.DateTime(), fields.Integer()))
+
+    bridge.job("lists", schema=Lists)(deep)
+    for bad in ({1}, ({"x": 1, "y": 2} for _ in range(2)), "text"):
+        with pytest.raises(InvalidParams, match="many: give a list or a tuple"):
+            bridge.submit("lists", {"many": bad})
+    with pytest.raises(InvalidParams, match=r"many\[0\]\.y: no such field"):
+        bridge.submit("lists", {"many": [{"x": 1, "y": 2}]})
+    with pytest.raises(InvalidParams, match=r"pair\[0\]: a datetime without zone"):
+        bridge.submit("lists", {"pair": (datetime(2026, 1, 1), 1)})  # noqa: DTZ001  # the point of it
+    bridge.submit("lists", {"many": [{"x": 1}], "pair": (datetime(2026, 1, 1, tzinfo=UTC), 1)})
+    assert side.rows("SELECT params->'many' AS many FROM job") == [{"many": [{"x": 1}]}]
+
+
+def test_a_connection_of_another_encoding_is_an_error_of_ours(app: Celery, database_url: str) -> None:
+    with psycopg.connect(database_url, client_encoding="latin1") as caller:
+        with pytest.raises(DatabaseError, match="client_encoding"):
+            bridge.submit("plain", {"a": "€"}, conn=caller)
+        bridge.submit("plain", {"a": "ä"}, conn=caller)
+
+
+HOSTILE: dict[str, Callable[[Any], object]] = {
+    "priority": lambda value: bridge.submit("plain", {}, priority=value),
+    "queue": lambda value: bridge.submit("plain", {}, queue=value),
+    "name": lambda value: bridge.submit(value, {}),
+    "job name": lambda value: bridge.job(value)(deep),
+    "id": lambda value: bridge.cancel(value),
+    "profile": lambda value: bridge.submit("plain", {}, profile_id=value),
+    "many": lambda value: bridge.submit_many("plain", value),
+    "context": lambda value: bridge.invoke("plain", {}, context=value),
+    "retry_lost": lambda value: bridge.job("hostile", retry_lost=value)(deep),
+}
+
+
+class Wordless:
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("call", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("value", [10**5000, Wordless(), ["x"]], ids=["huge", "wordless", "list"])
+def test_what_cannot_even_be_shown_is_refused(app: Celery, side: Side, call: Any, value: object) -> None:
+    if call is HOSTILE["many"] and isinstance(value, list):
+        return  # a list of params it is, and bad ones
+    with pytest.raises(InvalidJob):
+        call(value)
+    assert side.rows("SELECT FROM job") == []
 
 
 BAD_PARAMS: dict[str, tuple[object, str]] = {

@@ -121,6 +121,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "key with NUL": ({"unique_key": "a\0"}, "unique_key holds a NUL"),
     "key that is none": ({"unique_key": 7}, "unique_key is text"),
     "another conflict": ({"on_conflict": "ignore"}, "on_conflict is 'return', 'raise' or 'replace', not 'ignore'"),
+    "a conflict without key": ({"on_conflict": "raise"}, "on_conflict='raise' speaks of a unique_key"),
     "two samenesses": ({"unique_key": "k", "dedupe": True}, "dedupe and unique_key are two ways"),
     "a time without zone": ({"start_before": datetime(2030, 1, 1)}, "start_before has no zone"),  # noqa: DTZ001  # bad
     "a time out of range": ({"start_before": datetime(9999, 1, 1, tzinfo=UTC)}, "start_before lies between"),

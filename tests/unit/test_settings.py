@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import pytest
 
+from bridge.encoding import safe_text
 from bridge.errors import ConfigurationError, SettingError
 from bridge.settings import Settings, duration
 
@@ -80,7 +81,7 @@ def test_a_bad_value_is_refused_by_name_and_shown(env, value):
     source, load = (env, ({env: value}, {})) if value not in ("", True) else (env.lower(), ({}, {env.lower(): value}))
     with pytest.raises(SettingError) as caught:
         Settings.load(*load)
-    assert str(caught.value).startswith(f"{source}: {str(value)[:80]!r} is ")
+    assert str(caught.value).startswith(f"{source}: {safe_text(value, limit=80)!r} is ")
     assert len(str(caught.value)) < 300
 
 
