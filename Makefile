@@ -16,10 +16,10 @@ test: $(READY)
 unit: $(READY)
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 
-# branches, in the workers' processes and their children too; 10,000 jobs under a tracer would show nothing more
+# branches, in the workers' processes and their children too; thousands of jobs under a tracer would show nothing more
 coverage: $(READY)
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n 4 --dist worksteal -q -k 'not ten_thousand' $(ARGS)
+	$(BIN)/coverage run -m pytest -n 4 --dist worksteal -q -k 'not thousand' $(ARGS)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 

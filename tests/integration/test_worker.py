@@ -259,8 +259,8 @@ def test_a_child_killed_before_its_claim_gives_the_row_back_at_once(stack: Stack
     with psycopg.connect(stack.database_url) as locker:
         job_id = side.insert("plain")
         until(lambda: side.status(job_id) in ("scheduled", "running", "completed"))
-        if side.status(job_id) == "scheduled":
-            locker.execute("SELECT FROM job WHERE id = %s FOR UPDATE", (job_id,))
+        found = locker.execute("SELECT status FROM job WHERE id = %s FOR UPDATE", (job_id,)).fetchone()
+        if found == ("scheduled",):  # as the lock has it; the claim may have been quicker
             (child,) = worker.children()
             os.kill(child, signal.SIGKILL)
     until(lambda: side.status(job_id) == "completed", seconds=30, what=lambda: worker.tail)
