@@ -252,9 +252,10 @@ def test_a_poison_row_of_plain_sql_harms_no_other(stack: Stack, side: Side) -> N
     assert {side.status(far), side.status(honest)} == {"aborted"}
 
 
+@pytest.mark.timeout(300)
 def test_thousands_at_once_keep_the_window(stack: Stack, side: Side) -> None:
     worker = stack.worker(BRIDGE_WINDOW="200")
-    side.conn.execute("INSERT INTO job (name, queue) SELECT 'quick', 'test' FROM generate_series(1, 4000)")
+    side.conn.execute("INSERT INTO job (name, queue) SELECT 'quick', 'test' FROM generate_series(1, 3000)")
     longest = 0
 
     def done() -> bool:
@@ -262,9 +263,9 @@ def test_thousands_at_once_keep_the_window(stack: Stack, side: Side) -> None:
         longest = max(longest, depth(stack.broker_url, "test"))
         return not side.rows("SELECT FROM job WHERE status <> 'completed' LIMIT 1")
 
-    until(done, seconds=110, what=lambda: worker.tail)
+    until(done, seconds=280, what=lambda: worker.tail)
     assert 0 < longest <= 200
-    assert side.rows("SELECT count(*) AS n FROM job_event")[0]["n"] == 8000
+    assert side.rows("SELECT count(*) AS n FROM job_event")[0]["n"] == 6000
 
 
 def test_two_dispatchers_share_one_window(stack: Stack, side: Side) -> None:

@@ -253,17 +253,22 @@ def test_a_second_delivery_whose_child_is_killed_leaves_the_first_run_alone(
 
 
 def test_a_child_killed_before_its_claim_gives_the_row_back_at_once(stack: Stack, side: Side) -> None:
-    worker = stack.worker(concurrency=1)
-    warm = side.insert("quick")
-    until(lambda: side.status(warm) == "completed")
+    """Its claim waits for a lock; the server gives it up together with the child."""
+    worker = stack.worker(concurrency=1, BRIDGE_DISPATCHER="standalone")
+    job_id = side.insert("plain", status="scheduled")
     with psycopg.connect(stack.database_url) as locker:
-        job_id = side.insert("plain")
-        until(lambda: side.status(job_id) in ("scheduled", "running", "completed"))
-        found = locker.execute("SELECT status FROM job WHERE id = %s FOR UPDATE", (job_id,)).fetchone()
-        if found == ("scheduled",):  # as the lock has it; the claim may have been quicker
-            (child,) = worker.children()
-            os.kill(child, signal.SIGKILL)
-    until(lambda: side.status(job_id) == "completed", seconds=30, what=lambda: worker.tail)
+        locker.execute("LOCK TABLE job IN SHARE ROW EXCLUSIVE MODE")  # claims wait, reads do not
+        send(stack.broker_url, "plain", side.ticket(job_id))
+        claim = "FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%-- claim%%'"
+        until(lambda: side.rows(f"SELECT pid {claim}"), what=lambda: worker.tail)
+        (child,) = worker.children()
+        os.kill(child, signal.SIGKILL)
+        side.rows(f"SELECT pg_terminate_backend(pid) {claim}")  # or it would be carried out for nobody
+        until(lambda: not side.rows(f"SELECT pid {claim}"))
+        worker.says("exited with")
+    until(lambda: side.status(job_id) == "new", what=lambda: worker.tail)
+    stack.dispatcher()
+    until(lambda: side.status(job_id) == "completed", what=lambda: worker.tail)
     assert side.events(job_id) == [("start", {"attempt": 1}), ("end", {"outcome": "completed"})]
 
 
