@@ -38,7 +38,7 @@ def test_c01_messages_that_come_back_run_nothing_twice(stack: Stack, side: Side,
             channel: Any = impatient.channel()
             channel.qos.restore_visible(0, 100, interval=1)  # what each worker does now and then
             channel.close()
-            return sum(each.log.count("is not current") for each in workers) > 2
+            return any("is not current" in each.log for each in workers)  # once: its own acknowledgement drops it
 
         until(came_back, what=lambda: workers[0].tail)
     (tmp_path / "go").touch()
