@@ -8,11 +8,10 @@ import threading
 from importlib.util import find_spec
 from typing import Any, cast
 
-from billiard.common import terminate_handler_fired
 from celery import Celery
 from celery.utils.imports import cwd_in_path
 
-from bridge import runtime, worker
+from bridge import pool, runtime, worker
 from bridge.database import Database
 from bridge.dispatcher import Dispatcher
 from bridge.encoding import safe_text
@@ -91,9 +90,9 @@ def build(app: Celery) -> runtime.Bridge:
         settings=settings,
         database=database,
         submission=Submission(database, settings, lambda name: definition(app, name)),
-        runner=Runner(database, settings, terminate_handler_fired),
+        runner=Runner(database, settings, pool.ends_run),
         heart=Heart(database, settings),
-        keeper=Keeper(Database(settings.database, name="bridge-keeper", lock_timeout="500ms"), settings, worker.alive),
+        keeper=Keeper(Database(settings.database, name="bridge-keeper", lock_timeout="500ms"), settings, pool.alive),
         new_dispatcher=new_dispatcher,
     )
 

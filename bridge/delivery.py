@@ -161,7 +161,11 @@ class DeliveredRequest(Request):  # type: ignore[misc]  # untyped in celery-type
         if replaced is not None:
 
             def on_success(self: DeliveredRequest, failed__retval__runtime: Any, **kwargs: Any) -> Any:
-                if not failed__retval__runtime[0]:
+                self._delivery.pid = None  # nothing executes it any more
+                failed, _, seconds = failed__retval__runtime
+                if not failed and seconds is None:
+                    return self._killed()
+                if not failed:
                     self._keeper.done(self._delivery)
                 return replaced(self, failed__retval__runtime, **kwargs)
 
@@ -220,6 +224,15 @@ class DeliveredRequest(Request):  # type: ignore[misc]  # untyped in celery-type
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         self._keeper.revoked(self._delivery, terminated=terminated)
         super()._announce_revoked(reason, terminated, signum, expired)
+
+    def _killed(self) -> None:
+        """A killed greenlet; Celery's gevent pool calls this a success without a result and without a duration."""
+        task_ready(self)
+        self.acknowledge()
+        if self._cancelled:
+            self._keeper.released(self._delivery)
+        else:  # nothing to do if it was revoked
+            self._keeper.lost(self._delivery, "the greenlet that ran it was killed", self._tell)
 
     def _skip(self, skipped: Skipped) -> None:
         task_ready(self)

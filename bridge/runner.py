@@ -69,18 +69,18 @@ class Runner:
     """Runs jobs in this process.
 
     Args:
-        dying: is this process being terminated? Its main process then closes the run, not the handler's wreck.
+        ends_run: is this the pool ending the run? Somebody else then closes it, not the handler's wreck.
     """
 
     database: Database
     settings: Settings
-    dying: Callable[[], bool] = lambda: False
+    ends_run: Callable[[BaseException], bool] = lambda error: False
 
     def run(self, ticket: Ticket, run: Run, definition: Definition) -> Verdict:
         """Run the ticket's job once, if the ticket is current; every outcome is written before this returns.
 
         Raises:
-            SystemExit, KeyboardInterrupt: only while the process is being terminated; the row stays running.
+            BaseException: what `ends_run` says of; the row stays running.
         """
         job = self._claim(ticket, run, definition)
         if job is None:
@@ -139,7 +139,7 @@ class Runner:
             try:
                 value = definition.handler(job.context, params)
             except BaseException as error:
-                if not isinstance(error, Exception) and self.dying():
+                if self.ends_run(error):
                     raise
                 trouble = error
         if current.interrupted:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 import celery
-from billiard.pool import soft_timeout_sighandler
 from celery.exceptions import Retry as CeleryRetry
-from celery.exceptions import SoftTimeLimitExceeded
 
 from bridge import runtime
 from bridge.delivery import EVENTS, RUN_HEADER, WORKER_HEADER, JobFailed, Skipped, Unsettled
 from bridge.encoding import safe_text
 from bridge.errors import ConfigurationError, InvalidJob
 from bridge.lifecycle import Status
-from bridge.outcome import TimeLimit
+from bridge.pool import limits_in_our_words, soft_limit_waits
 from bridge.records import Definition, Run, Ticket
 from bridge.runner import Verdict
 from bridge.schemas import codec
@@ -88,7 +84,7 @@ class JobTask(celery.Task[Any, Any] if TYPE_CHECKING else celery.Task):  # type:
         ticket = Ticket.parse(args)
         run = Run(UUID(run_id), self.request.__dict__.get(WORKER_HEADER) or "")
         bridge = runtime.of(self.app)
-        with runtime.running(bridge), _soft_limit_waits():
+        with runtime.running(bridge), soft_limit_waits():
             try:
                 verdict = bridge.runner.run(ticket, run, self.definition)
             except (Exception, MemoryError) as error:
@@ -231,47 +227,10 @@ def _in_our_words(handler: Callable[..., Any]) -> Callable[..., Any]:
     """The handler, with Celery's exceptions turned into ours."""
 
     def call(context: Any, params: Any) -> Any:
-        try:
-            with _soft_limit_acts():
-                return handler(context, params)
-        except SoftTimeLimitExceeded as error:
-            raise TimeLimit("soft time limit exceeded") from error
+        with limits_in_our_words():
+            return handler(context, params)
 
     return call
-
-
-_SOFT_LIMIT = {signal.SIGUSR1}
-
-
-@contextmanager
-def _soft_limit_waits() -> Iterator[None]:
-    """Keep the soft limit, a signal that raises wherever it arrives, out of the claim and the outcome's write.
-
-    What arrives after the handler is dropped: it would be raised in the next job's.
-    """
-    if signal.getsignal(signal.SIGUSR1) is not soft_timeout_sighandler:  # not a child of the prefork pool
-        yield
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SOFT_LIMIT)
-    try:
-        yield
-    finally:
-        while signal.SIGUSR1 in signal.sigpending():
-            signal.sigwait(_SOFT_LIMIT)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SOFT_LIMIT)
-
-
-@contextmanager
-def _soft_limit_acts() -> Iterator[None]:
-    """Inside a handler that a delivery called, let the soft limit through; both calls raise what is pending."""
-    if signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        yield
-        return
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SOFT_LIMIT)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SOFT_LIMIT)
 
 
 def _answer(verdict: Verdict) -> None:

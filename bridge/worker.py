@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from typing import Any
 
@@ -54,6 +53,8 @@ class DispatcherStep(bootsteps.StartStopStep):
     def __init__(self, parent: Any, **options: Any) -> None:
         super().__init__(parent, **options)
         self.dispatcher: Dispatcher | None = None
+        if parent.pool_cls.__module__.endswith(".eventlet"):
+            sys.exit("bridge: psycopg blocks every greenlet of the eventlet pool. Use: -P gevent")
         self.enabled = _ready(parent.app).settings.dispatcher == "worker"
 
     def start(self, parent: Any) -> None:
@@ -158,18 +159,3 @@ def _to_keeper(consumer: Any, message: Any, name: str) -> None:
         if bridge.settings.unknown_job == "fail" and consumer.event_dispatcher:
             why = f"no job named {name!r} is registered"
             consumer.event_dispatcher.send("task-failed", uuid=str(ticket.job_id), exception=why, traceback="")
-
-
-def alive(pid: int) -> bool:
-    """Does a process run under that pid? A zombie does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        if os.path.isdir("/proc/self"):
-            return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

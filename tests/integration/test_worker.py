@@ -22,7 +22,7 @@ def without_hint(error: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("events", ["tests.configuration", "tests.quiet"], ids=["events", "no-events"])
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
 def test_a_row_goes_through_celery_and_back(stack: Stack, side: Side, pool: str, events: str) -> None:
     worker = stack.worker(pool=pool, concurrency=1 if pool == "solo" else 2, CELERY_CONFIG_MODULE=events)
     ok = side.insert("plain", params={"n": 1})

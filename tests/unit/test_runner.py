@@ -20,7 +20,7 @@ RUN = Run(UUID(int=1), "worker@here")
 def execute(make_job, make_definition):
     def run(handler, *, dying=False, load=lambda text: {}):
         settings = Settings()
-        runner = Runner(Database(settings.database), settings, lambda: dying)
+        runner = Runner(Database(settings.database), settings, lambda error: dying)
         return runner._execute(make_job(), RUN, make_definition(handler=handler, load=load))
 
     return run
