@@ -147,7 +147,8 @@ def _point_at_broker(app: Celery) -> None:
         if os.environ.get(name):
             raise SettingError(f"BRIDGE_BROKER_URL and {name} are both set, and Celery would follow {name}: unset one.")
     conf: Any = app.conf
-    conf.broker_read_url = conf.broker_write_url = url
+    # broker_url too: what Celery adds for quorum queues asks for that one alone
+    conf.broker_url = conf.broker_read_url = conf.broker_write_url = url
 
 
 def _exists(module: str) -> bool:

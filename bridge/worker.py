@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from celery import Celery, bootsteps, signals
+from celery.utils.text import str_to_list
 
 from bridge import envelope, runtime
 from bridge.delivery import Strategies
@@ -117,27 +118,34 @@ def _load_modules(sender: Any = None, **_: object) -> None:
             sys.exit(f"bridge: {error}")
 
 
-_chosen_queues: dict[int, bool] = {}
+_excluded_queues: dict[int, list[str]] = {}
+"""By worker, what -X says, of those that were not told by -Q what to consume."""
 
 
 @signals.celeryd_init.connect(weak=False)
 def _before_init(instance: Any = None, options: Any = None, **_: object) -> None:
-    """Before -Q is applied, and before the first connection: remember whether it was given, guard the broker."""
+    """Before -Q is applied, and before the first connection: remember what was chosen, guard the broker."""
     if runtime.is_installed(instance.app):
         envelope.use()
-        _chosen_queues[id(instance)] = bool((options or {}).get("queues"))
+        if not (options or {}).get("queues"):
+            _excluded_queues[id(instance)] = str_to_list((options or {}).get("exclude_queues") or "")
 
 
 @signals.worker_init.connect(weak=False)
 def _add_queues(sender: Any = None, **_: object) -> None:
-    """After the job modules are imported: without -Q, consume `default` and the queue of every job."""
+    """After the job modules are imported: without -Q, consume `default` and the queue of every job, except -X."""
     app = sender.app
-    if not runtime.is_installed(app) or _chosen_queues.pop(id(sender), False):
+    excluded = _excluded_queues.pop(id(sender), None)
+    if not runtime.is_installed(app) or excluded is None:
         return
-    tenant = runtime.of(app).settings.tenant
+    tenant, queues = runtime.of(app).settings.tenant, app.amqp.queues
     names = {"default", *(task.job_queue for task in app.tasks.values() if isinstance(task, JobTask))}
-    for name in sorted(names):
-        app.amqp.queues.select_add(queue_name(tenant, name))
+    for name in sorted(queue_name(tenant, name) for name in names):
+        # as a dispatcher declares it: RabbitMQ refuses one queue of two types
+        queues.select_add(queues[name] if queues.create_missing or name in queues else name)
+    if app.main == "bridge" and tenant != "default":
+        queues.deselect("default")  # the default app's own queue: tickets there are another tenant's
+    queues.deselect(excluded)
 
 
 @signals.task_unknown.connect(weak=False)

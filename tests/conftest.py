@@ -29,6 +29,8 @@ from tests.pooler import Pooler
 from tests.support import Side, Stack, purge
 
 collect_ignore = [] if os.environ.get("BRIDGE_TEST_PGBOUNCER") else ["integration/test_pgbouncer.py"]
+if not os.environ.get("BRIDGE_TEST_BROKER_URL", "").startswith("amqp"):
+    collect_ignore.append("integration/test_rabbitmq.py")
 JOBS = tests.jobs  # imported once for all: it declares the jobs
 
 SIDE_TABLES = """

@@ -83,6 +83,19 @@ def test_without_q_a_worker_consumes_default_and_the_queue_of_every_job(stack: S
     until(lambda: {side.status(job_id) for job_id in ids} == {"completed"}, what=lambda: worker.tail)
 
 
+def test_without_q_a_tenants_worker_leaves_the_queues_of_others_and_what_x_excludes(stack: Stack, side: Side) -> None:
+    """Celery's default queue is one for all tenants: a worker that consumed it would swallow the default tenant's."""
+    command = ["-m", "celery", "-A", "bridge", "worker", "-c", "1", "-l", "info", "--without-mingle"]
+    worker = stack.start([*command, "-X", "acme.test"], BRIDGE_TENANT="acme")
+    worker.says(" ready.")
+    stack.dispatcher()
+    ids = [side.insert("plain", queue="default"), side.insert("plain", tenant="acme")]
+    mine = side.insert("plain", tenant="acme", queue="default")
+    until(lambda: side.status(mine) == "completed", what=lambda: worker.tail)
+    until(lambda: {side.status(job_id) for job_id in ids} == {"scheduled"})
+    stays(lambda: depth(stack.broker_url, "default") == depth(stack.broker_url, "acme.test") == 1, seconds=1.5)
+
+
 def test_a_tenants_rows_are_its_own(stack: Stack, side: Side) -> None:
     worker = stack.worker("-Q", "acme.test", BRIDGE_TENANT="acme")
     theirs, mine = side.insert("plain"), side.insert("plain", tenant="acme")
