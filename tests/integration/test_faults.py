@@ -134,6 +134,22 @@ def test_a_lost_row_that_somebody_locks_keeps_nobody_else_waiting(stack: Stack, 
     assert "canceling statement" not in dispatcher.log
 
 
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_a_stricter_default_isolation_of_the_server_changes_nothing(stack: Stack, side: Side, level: str) -> None:
+    """Claims, settles and sweeps that compete for rows would fail under it, each with "could not serialize"."""
+    name = side.conn.info.dbname
+    side.conn.execute(f"ALTER DATABASE {name} SET default_transaction_isolation TO '{level}'")
+    with psycopg.connect(stack.database_url) as other:
+        assert other.execute("SHOW transaction_isolation").fetchone() == (level,)
+    workers = [stack.worker(), stack.worker()]
+    for _ in range(100):
+        side.insert("quick")
+    flaky = side.insert("flaky", params={"times": 2})
+    until(lambda: side.counts() == {"completed": 101}, what=lambda: side.counts())
+    assert [kind for kind, _ in side.events(flaky)] == ["start", "retry", "start", "retry", "start", "end"]
+    assert all("serialize" not in worker.log for worker in workers)
+
+
 def test_a_table_that_somebody_locks_for_longer_than_a_lease_aborts_nobody(
     stack: Stack, side: Side, tmp_path: Path
 ) -> None:
